@@ -1,0 +1,19 @@
+#include <nanobind/nanobind.h>
+
+#include "bindings.h"
+#include "topreduce/errors.h"
+#include "topreduce/version.h"
+
+namespace nb = nanobind;
+
+NB_MODULE(_core, module) {
+  module.doc() = "topreduce's C++ core.";
+  module.attr("__version__") = topreduce::version();
+  nb::exception<topreduce::CommError>(module, "CommError", PyExc_RuntimeError);
+  nb::exception<topreduce::WireError>(module, "WireError", PyExc_RuntimeError);
+  bind_stats(module);
+  bind_layout(module);
+  bind_comm(module);
+  bind_catalog(module);
+  bind_reducer(module);
+}

@@ -1,0 +1,309 @@
+#include "topreduce/reducer.h"
+
+#include <algorithm>
+#include <map>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using topreduce::Communicator;
+using topreduce::Layout;
+using topreduce::Parameter;
+using topreduce::Reducer;
+using topreduce::Spec;
+using topreduce::StepStats;
+
+namespace {
+
+using Array = nb::ndarray<nb::numpy, float>;
+
+// ---- what goes in ------------------------------------------------------------------------------
+
+// The array's own memory, or a ValueError that says what is wrong with it: never a silent copy.
+std::span<float> writable_floats(const nb::object& object) {
+  nb::ndarray<nb::ro> any;
+  if (!nb::try_cast(object, any, false)) {
+    throw nb::value_error("add: the gradient must be a NumPy array or CPU tensor");
+  }
+  if (any.device_type() != nb::device::cpu::value) {
+    throw nb::value_error("add: the gradient must be in main memory (CPU)");
+  }
+  if (any.dtype() != nb::dtype<float>()) {
+    throw nb::value_error("add: the gradient must be float32; convert it yourself, and back");
+  }
+  if (any.ndim() != 1) {
+    const std::string text =
+        "add: the gradient must have one dimension, not " + std::to_string(any.ndim());
+    throw nb::value_error(text.c_str());
+  }
+  if (any.size() > 1 && any.stride(0) != 1) {
+    throw nb::value_error("add: the gradient must be contiguous");
+  }
+  nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu> array;
+  if (!nb::try_cast(object, array, false)) {
+    throw nb::value_error("add: the gradient is read-only; the mean is written into it");
+  }
+  return {array.data(), array.size()};
+}
+
+Spec with_settings(Spec spec, const nb::kwargs& settings) {
+  for (const auto& [name, value] : settings) {
+    if (value.is_none()) continue;
+    spec.settings.insert_or_assign(nb::cast<std::string>(name), nb::str(value).c_str());
+  }
+  return spec;
+}
+
+// A Reducer that keeps the arrays of an open step, and its communicator, alive.
+struct Owner {
+  Owner(const Layout& layout, std::string_view method, const nb::kwargs& settings)
+      : reducer(layout, with_settings(topreduce::parse_spec(method), settings)) {}
+
+  void begin(nb::object communicator, float loss_scale) {
+    auto& comm = nb::cast<Communicator&>(communicator);
+    {
+      const nb::gil_scoped_release release;
+      reducer.begin(comm, loss_scale);
+    }
+    held = {std::move(communicator)};
+  }
+
+  void add(const std::vector<std::size_t>& parameters, const nb::object& gradient) {
+    const std::span<float> floats = writable_floats(gradient);
+    held.push_back(gradient);
+    const nb::gil_scoped_release release;
+    reducer.add(parameters, floats);
+  }
+
+  StepStats finish() {
+    {
+      const nb::gil_scoped_release release;
+      reducer.finish();
+    }
+    held.clear();
+    return reducer.stats();
+  }
+
+  void abandon() {
+    reducer.abandon();
+    held.clear();
+  }
+
+  Reducer reducer;
+  std::vector<nb::object> held;
+};
+
+// ---- what is kept ------------------------------------------------------------------------------
+
+nb::object copy_of(std::span<const float> values, const std::vector<std::size_t>& shape) {
+  auto* copy = new std::vector<float>(values.begin(), values.end());
+  nb::capsule owner(copy, [](void* p) noexcept { delete static_cast<std::vector<float>*>(p); });
+  return nb::cast(Array(copy->data(), shape.size(), shape.data(), owner));
+}
+
+// {"numbers": {name: float}, "parameters": {name: {parameter: float}}, "entries": {... arrays}}
+class Saver final : public topreduce::StateVisitor {
+ public:
+  explicit Saver(const Layout& layout) : layout_(layout) {
+    for (const char* part : {"numbers", "parameters", "entries"}) state[part] = nb::dict();
+  }
+  void entries(std::string_view name, std::span<float> values) override {
+    nb::dict by_parameter;
+    for (const Parameter& parameter : layout_.parameters()) {
+      by_parameter[parameter.name.c_str()] =
+          copy_of(values.subspan(parameter.offset, parameter.size), parameter.shape);
+    }
+    put("entries", name, by_parameter);
+  }
+  void parameters(std::string_view name, std::span<double> values) override {
+    nb::dict by_parameter;
+    for (std::size_t p = 0; p < layout_.count(); ++p) {
+      by_parameter[layout_[p].name.c_str()] = values[p];
+    }
+    put("parameters", name, by_parameter);
+  }
+  void number(std::string_view name, double& value) override {
+    put("numbers", name, nb::float_(value));
+  }
+
+  nb::dict state;
+
+ private:
+  void put(const char* part, std::string_view name, const nb::object& value) {
+    nb::object group = state[part];
+    group[nb::str(name.data(), name.size())] = value;
+  }
+  const Layout& layout_;
+};
+
+// Compares a state with what the reducer would save, and takes it over in a second visit, so that a
+// state that does not fit changes nothing.
+class Loader final : public topreduce::StateVisitor {
+ public:
+  enum class Pass { check, apply };
+  Loader(const Layout& layout, nb::dict state, Pass pass)
+      : layout_(layout), state_(std::move(state)), pass_(pass) {}
+
+  void entries(std::string_view name, std::span<float> values) override {
+    const nb::dict saved = group("entries", name);
+    for (const Parameter& parameter : layout_.parameters()) {
+      const nb::object item = get(saved, parameter.name, std::string(name));
+      nb::ndarray<const float, nb::c_contig, nb::device::cpu> array;
+      if (!nb::try_cast(item, array, false)) {
+        fail(std::string(name) + " of '" + parameter.name + "' is no contiguous float32 array");
+      }
+      if (array.size() != parameter.size) {
+        fail(std::string(name) + " of '" + parameter.name + "' has " +
+             std::to_string(array.size()) + " entries, the parameter has " +
+             std::to_string(parameter.size));
+      }
+      if (pass_ == Pass::apply) {
+        std::copy_n(array.data(), array.size(),
+                    values.begin() + static_cast<std::ptrdiff_t>(parameter.offset));
+      }
+    }
+  }
+  void parameters(std::string_view name, std::span<double> values) override {
+    const nb::dict saved = group("parameters", name);
+    for (std::size_t p = 0; p < layout_.count(); ++p) {
+      const nb::object item = get(saved, layout_[p].name, std::string(name));
+      set(item, std::string(name), values[p]);
+    }
+  }
+  void number(std::string_view name, double& value) override {
+    const nb::dict numbers = nb::cast<nb::dict>(get(state_, "numbers", "state"));
+    set(get(numbers, std::string(name), "numbers"), std::string(name), value);
+  }
+
+ private:
+  [[noreturn]] static void fail(const std::string& what) {
+    throw nb::value_error(("load_state: " + what + "; nothing was changed").c_str());
+  }
+  nb::object get(const nb::dict& dict, const std::string& key, const std::string& where) const {
+    if (!dict.contains(key.c_str())) fail(where + " has no '" + key + "'");
+    return dict[key.c_str()];
+  }
+  nb::dict group(const char* part, std::string_view name) const {
+    const nb::object all = get(state_, part, "state");
+    nb::dict dict;
+    if (!nb::try_cast(all, dict)) fail(std::string(part) + " is no dict");
+    nb::dict saved;
+    if (!nb::try_cast(get(dict, std::string(name), part), saved)) {
+      fail(std::string(name) + " is no dict");
+    }
+    if (nb::len(saved) != layout_.count()) {
+      fail(std::string(name) + " is of " + std::to_string(nb::len(saved)) +
+           " parameters, this model remembers " + std::to_string(layout_.count()));
+    }
+    return saved;
+  }
+  void set(const nb::object& item, const std::string& name, double& value) const {
+    double number = 0;
+    if (!nb::try_cast(item, number)) fail(name + " is no number");
+    if (pass_ == Pass::apply) value = number;
+  }
+
+  const Layout& layout_;
+  nb::dict state_;
+  Pass pass_;
+};
+
+nb::dict state(Owner& self) {
+  Saver saver(self.reducer.remembered());
+  self.reducer.visit(saver);
+  return saver.state;
+}
+
+void load_state(Owner& self, const nb::dict& state) {
+  for (const auto pass : {Loader::Pass::check, Loader::Pass::apply}) {
+    Loader loader(self.reducer.remembered(), state, pass);
+    self.reducer.visit(loader);
+  }
+}
+
+nb::object owed(const Owner& self, std::string_view name) {
+  const Layout& remembered = self.reducer.remembered();
+  const auto all = self.reducer.layout().find(name);
+  if (!all) {
+    throw nb::value_error(("owed: no parameter is called '" + std::string(name) + "'").c_str());
+  }
+  const auto id = remembered.find(name);
+  const std::span<const float> flat = self.reducer.owed();
+  const Parameter& parameter = self.reducer.layout()[*all];
+  if (!id || flat.empty()) return copy_of(std::vector<float>(parameter.size), parameter.shape);
+  return copy_of(flat.subspan(remembered[*id].offset, parameter.size), parameter.shape);
+}
+
+std::map<std::string, std::string> spec(const Owner& self) {
+  const Spec& spec = self.reducer.spec();
+  std::map<std::string, std::string> settings(spec.settings.begin(), spec.settings.end());
+  settings.emplace("method", spec.name);
+  return settings;
+}
+
+}  // namespace
+
+void bind_reducer(nb::module_& module) {
+  nb::class_<Owner>(module, "Reducer",
+                    "Averages a model's gradients over the ranks, one step at a time.\n\n"
+                    "A step is begin, add for every bucket, finish; whatever raises in between\n"
+                    "leaves what is owed as it was.")
+      .def(nb::init<const Layout&, std::string_view, const nb::kwargs&>(), "layout"_a, "method"_a,
+           "settings"_a,
+           nb::sig("def __init__(self, layout: Layout, method: str, **settings: object) -> None"))
+      .def(
+          "agree", [](Owner& self, Communicator& comm) { self.reducer.agree(comm); }, "comm"_a,
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Compare version, model and settings over the ranks; ValueError on all if they differ.")
+      .def("begin", &Owner::begin, "comm"_a, "loss_scale"_a = 1.0f,
+           nb::sig("def begin(self, comm: Communicator, loss_scale: float = 1.0) -> None"),
+           "Open a step; gradients come, and leave, multiplied by `loss_scale`.")
+      .def("add", &Owner::add, "parameters"_a, "gradient"_a,
+           nb::sig("def add(self, parameters: collections.abc.Sequence[int], gradient: object) -> "
+                   "None"),
+           "Hand over gradients of some parameters, one after the other in one float32 array that\n"
+           "stays untouched until `finish` writes the mean into it.")
+      .def("finish", &Owner::finish, "Replace every gradient with the mean over the ranks.")
+      .def("abandon", &Owner::abandon, "Drop an open step.")
+      .def(
+          "configure",
+          [](Owner& self, const nb::kwargs& changes) {
+            self.reducer.configure(with_settings({}, changes));
+          },
+          "changes"_a, nb::sig("def configure(self, **changes: object) -> None"),
+          "Change settings between steps, the same on all ranks; what is owed stays.")
+      .def(
+          "bypass", [](Owner& self) { self.reducer.set_mode(Reducer::Mode::bypass); },
+          "From the next step on average densely; what is owed waits.")
+      .def(
+          "resume", [](Owner& self) { self.reducer.set_mode(Reducer::Mode::compress); },
+          "Compress again after `bypass`.")
+      .def_prop_ro("bypassed",
+                   [](const Owner& self) { return self.reducer.mode() == Reducer::Mode::bypass; })
+      .def("state", &state, nb::sig("def state(self) -> dict[str, dict[str, typing.Any]]"),
+           "Everything that the next step depends on, by parameter name; copies.")
+      .def("load_state", &load_state, "state"_a,
+           nb::sig("def load_state(self, state: dict[str, dict[str, typing.Any]]) -> None"),
+           "Take over a state; ValueError, and no change, if it does not fit.")
+      .def("owed", &owed, "name"_a,
+           nb::sig("def owed(self, name: str) -> numpy.typing.NDArray[numpy.float32]"),
+           "A copy of what this rank owes of one parameter.")
+      .def_prop_ro("layout", [](const Owner& self) { return self.reducer.layout(); })
+      .def_prop_ro("spec", &spec, "Every setting, defaults included, and the method.")
+      .def_prop_ro(
+          "stats", [](const Owner& self) { return self.reducer.stats(); },
+          "Of the last finished step.")
+      .def_prop_ro(
+          "step", [](const Owner& self) { return self.reducer.step(); }, "Number of the next step.")
+      .def_prop_ro(
+          "density", [](const Owner& self) { return self.reducer.density(); },
+          "Of the next step: 1 while warming up, falling in the ramp.");
+}

@@ -1,0 +1,56 @@
+#include "topreduce/stats.h"
+
+#include <map>
+#include <string>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+
+#include "bindings.h"
+
+namespace nb = nanobind;
+using topreduce::StepStats;
+
+namespace {
+
+std::map<std::string, double> seconds(const StepStats& stats) {
+  std::map<std::string, double> by_stage;
+  for (std::size_t i = 0; i < topreduce::kStageNames.size(); ++i) {
+    by_stage.emplace(topreduce::kStageNames[i], stats.seconds[i]);
+  }
+  return by_stage;
+}
+
+}  // namespace
+
+void bind_stats(nb::module_& module) {
+  // One list names the fields; `as_dict` reads it back, so the two cannot differ.
+  static nb::list* fields = new nb::list();
+  auto stats = nb::class_<StepStats>(module, "StepStats", "What one step cost this rank.");
+  const auto field = [&](const char* name, auto member, const char* meaning) {
+    stats.def_ro(name, member, meaning);
+    fields->append(name);
+  };
+  field("step", &StepStats::step, "Number of the step, from 0.");
+  field("entries", &StepStats::entries, "Entries in the model.");
+  field("budget", &StepStats::budget, "Entries that each rank meant to send.");
+  field("selected", &StepStats::selected, "Entries that this rank sent.");
+  field("delivered", &StepStats::delivered, "Entries of the sum that everyone applies.");
+  field("bytes_sent", &StepStats::bytes_sent, "Bytes that this rank sent.");
+  field("bytes_received", &StepStats::bytes_received, "Bytes that this rank received.");
+  field("rounds", &StepStats::rounds, "Collectives, one after the other.");
+  field("kept_energy", &StepStats::kept_energy, "Share of |owed + gradient|^2 that was settled.");
+  field("owed_norm", &StepStats::owed_norm, "Norm of what this rank owes after the step.");
+  field("finite", &StepStats::finite, "False: some rank had an infinity or NaN; nothing was kept.");
+  stats.def_prop_ro("seconds", &seconds, "Seconds by stage, in the order the data flows.");
+  fields->append("seconds");
+  stats.def(
+      "as_dict",
+      [](nb::handle self) {
+        nb::dict dict;
+        for (nb::handle name : *fields) dict[name] = nb::getattr(self, name);
+        return dict;
+      },
+      nb::sig("def as_dict(self) -> dict[str, object]"), "The same as a plain dict.");
+}

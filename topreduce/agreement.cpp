@@ -1,0 +1,57 @@
+#include "topreduce/agreement.h"
+
+#include <sstream>
+#include <stdexcept>
+#include <vector>
+
+namespace topreduce {
+namespace {
+
+constexpr int kShownDifferences = 3;
+
+std::vector<std::string> lines_of(std::span<const std::byte> bytes) {
+  std::istringstream text(std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size()));
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(text, line);) lines.push_back(line);
+  return lines;
+}
+
+}  // namespace
+
+void expect_same_text(Communicator& comm, const std::string& text) {
+  comm::Inbox inbox;
+  comm.all_gather(std::as_bytes(std::span(text.data(), text.size())), inbox);
+  std::vector<std::vector<std::string>> lines;
+  std::size_t longest = 0;
+  for (int r = 0; r < comm.size(); ++r) {
+    lines.push_back(lines_of(inbox.from(r)));
+    longest = std::max(longest, lines.back().size());
+  }
+  const auto line = [&](std::size_t r, std::size_t i) -> std::string {
+    return i < lines[r].size() ? lines[r][i] : "nothing";
+  };
+  std::string differences;
+  int shown = 0;
+  for (std::size_t i = 0; i < longest && shown < kShownDifferences; ++i) {
+    std::string by_rank;
+    bool same = true;
+    for (std::size_t r = 0; r < lines.size(); ++r) {
+      same = same && line(r, i) == line(0, i);
+      by_rank += "\n  rank " + std::to_string(r) + ": " + line(r, i);
+    }
+    if (same) continue;
+    differences += by_rank;
+    ++shown;
+  }
+  if (!differences.empty()) {
+    throw std::invalid_argument("the ranks do not agree; give all of them the same:" + differences);
+  }
+}
+
+std::uint32_t fingerprint(const std::string& text) {
+  std::uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
+  return static_cast<std::uint32_t>(hash ^ hash >> 32);
+}
+
+}  // namespace topreduce

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <span>
+
+#include "topreduce/comm/communicator.h"
+#include "topreduce/stats.h"
+#include "topreduce/wire/message.h"
+
+namespace topreduce::exchange {
+
+/// The communicator as an exchange sees it: messages instead of bytes, every message stamped and
+/// checked, the vote carried along, the time of each part booked.
+class Courier {
+ public:
+  /// Starts a step.
+  void begin(Communicator& comm, StepStats& stats);
+  /// Starts one exchange of it; from here on this rank votes `vote`.
+  void open(const wire::Envelope& envelope, wire::Vote vote);
+
+  int rank() const { return comm_->rank(); }
+  int ranks() const { return comm_->size(); }
+  /// Whether values change on their way, so that settled and sent must be told apart.
+  bool rounds_values() const { return ranks() > 1 && envelope_.values != wire::Values::fp32; }
+
+  /// One message to everyone. `mine` takes on the values that receivers read. On return parts[r]
+  /// is what rank r sent, `mine` among them.
+  void all_gather(SparseVector& mine, std::vector<SparseVector>& parts);
+
+  /// Replaces `values` (the same places on all ranks, so no index travels) with their sum over the
+  /// ranks: each rank adds up one part in rank order and hands it round. Two rounds, the volume of
+  /// a ring. `settled`, unless empty, becomes what this rank settled by it: its rounded values and,
+  /// in the part it owns, the rounding of the sum.
+  void all_reduce(std::span<float> values, std::span<float> settled);
+
+  /// Yes only while every rank heard from so far, and this one, voted yes.
+  wire::Vote vote() const { return vote_; }
+
+ private:
+  void hear(wire::Vote vote);
+  template <class Read>
+  void read_all(Read&& read);  // read(rank, message) of every rank in the inbox, in rank order
+
+  Communicator* comm_ = nullptr;
+  StepStats* stats_ = nullptr;
+  wire::Envelope envelope_;
+  wire::Vote vote_ = wire::Vote::yes;
+  Bytes outbox_;
+  std::vector<std::size_t> counts_;
+  comm::Inbox inbox_;
+  Buffer<float> part_;
+};
+
+}  // namespace topreduce::exchange

@@ -1,0 +1,39 @@
+// Everything, from everyone: the baseline, and the first steps of every method.
+//
+//   rank 0: a0 a1 a2      each rank adds up one part       S0 S1 S2
+//   rank 1: b0 b1 b2  ->  S0 | S1 | S2, in rank order  ->  S0 S1 S2
+//   rank 2: c0 c1 c2                                       S0 S1 S2
+//
+// Rounds: 2 (all-to-all, all-gather). Values sent per rank: 2 n (P-1)/P, as a ring. Drops nothing.
+
+#include "topreduce/catalog.h"
+
+namespace topreduce::exchange {
+namespace {
+
+class Dense final : public Exchange {
+ public:
+  void run(const Pending& pending, const SparseVector&, const select::Budget&, Courier& courier,
+           Delivery& delivery) override {
+    delivery.extent = Delivery::Extent::whole;
+    delivery.dense_sum.resize(pending.size());
+    delivery.dense_settled.resize(courier.rounds_values() ? pending.size() : 0);
+    for (const Segment& segment : pending.segments()) {
+      kernels::evaluate(pending.terms(segment),
+                        std::span(delivery.dense_sum).subspan(segment.start, segment.size()));
+    }
+    courier.all_reduce(delivery.dense_sum, delivery.dense_settled);
+  }
+
+  Cost cost(double, double size, int ranks) const override {
+    return {.rounds = 2, .values = 2 * size * (ranks - 1) / ranks, .indices = 0};
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<Exchange> make_dense(const Settings&, const Layout&) {
+  return std::make_unique<Dense>();
+}
+
+}  // namespace topreduce::exchange

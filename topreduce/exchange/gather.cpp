@@ -1,0 +1,39 @@
+// Everyone's entries to everyone, then each rank adds them up in rank order (TopkA).
+//
+//   rank 0: a      a b c      a+b+c
+//   rank 1: b  ->  a b c  ->  a+b+c
+//   rank 2: c      a b c      a+b+c
+//
+// Rounds: 1. Entries sent per rank: k (P-1). Drops nothing. Best for few ranks or very sparse
+// input: what arrives grows with the number of ranks.
+
+#include "topreduce/catalog.h"
+
+namespace topreduce::exchange {
+namespace {
+
+class Gather final : public Exchange {
+ public:
+  void run(const Pending& pending, const SparseVector& selected, const select::Budget&,
+           Courier& courier, Delivery& delivery) override {
+    delivery.settled = selected;
+    courier.all_gather(delivery.settled, parts_);
+    adder_.add(parts_, pending.size(), delivery.sum);
+  }
+
+  Cost cost(double k, double, int ranks) const override {
+    return {.rounds = 1, .values = k * (ranks - 1), .indices = k * (ranks - 1)};
+  }
+
+ private:
+  std::vector<SparseVector> parts_;
+  Adder adder_;
+};
+
+}  // namespace
+
+std::unique_ptr<Exchange> make_gather(const Settings&, const Layout&) {
+  return std::make_unique<Gather>();
+}
+
+}  // namespace topreduce::exchange

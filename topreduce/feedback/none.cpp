@@ -1,0 +1,48 @@
+// No memory: what is not delivered is lost. For comparisons, and for what is sent whole.
+// Law: nothing is owed.
+
+#include "topreduce/catalog.h"
+#include "topreduce/feedback/blocks.h"
+
+namespace topreduce::feedback {
+namespace {
+
+class None final : public Feedback {
+ public:
+  std::span<const float> base() const override { return {}; }
+
+  double commit(const Pending& pending, const exchange::Delivery& delivery, int ranks,
+                float unit) override {
+    const auto divisor = static_cast<float>(ranks);
+    double gone = 0;
+    Cursor settled(delivery.settled), sum(delivery.sum);
+    for_each_block(pending.segments(), [&](const Block& block) {
+      if (delivery.extent == exchange::Delivery::Extent::whole) {
+        for (std::size_t i = 0; i < block.gradient.size(); ++i) {
+          const double x = pending.scale() * block.gradient[i];
+          gone += x * x;
+          block.gradient[i] = delivery.dense_sum[block.start + i] / divisor * unit;
+        }
+        return;
+      }
+      settled.advance(block.start, block.end, [&](std::size_t i, float value) {
+        const double x = pending.scale() * block.gradient[i], left = x - value;
+        gone += x * x - left * left;
+      });
+      std::ranges::fill(block.gradient, 0.0f);
+      sum.advance(block.start, block.end,
+                  [&](std::size_t i, float value) { block.gradient[i] = value / divisor * unit; });
+    });
+    return gone;
+  }
+
+  void visit(StateVisitor&) override {}
+};
+
+}  // namespace
+
+std::unique_ptr<Feedback> make_none(const Settings&, const Layout&) {
+  return std::make_unique<None>();
+}
+
+}  // namespace topreduce::feedback

@@ -1,0 +1,85 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "topreduce/sparse_vector.h"
+
+// The hot loops. Callers see plain functions; each source file holds a scalar reference and one
+// Highway body that is compiled for every instruction set and chosen at run time.
+
+namespace topreduce::kernels {
+
+/// A vector that is looked at but never stored: x[i] = base[i] + scale * gradient[i], rounded after
+/// the product and after the sum (no fused multiply-add). An empty `base` counts as zeros.
+struct Terms {
+  std::span<const float> base;
+  std::span<const float> gradient;
+  float scale = 1;
+
+  std::size_t size() const { return gradient.size(); }
+  float operator[](std::size_t i) const {
+    const float scaled = scale * gradient[i];
+    return base.empty() ? scaled : base[i] + scaled;
+  }
+  Terms part(std::size_t start, std::size_t count) const {
+    return {base.empty() ? base : base.subspan(start, count), gradient.subspan(start, count),
+            scale};
+  }
+};
+
+/// What a pass over some terms saw; passes add to it.
+struct Seen {
+  double energy = 0;               ///< sum of squares; summed in another order on other targets
+  std::uint32_t largest_bits = 0;  ///< bits of the largest magnitude; they order like magnitudes
+
+  /// False if an infinity or NaN went by.
+  bool finite() const { return largest_bits < 0x7f800000u; }
+};
+
+/// Writes index (counted from `first`) and value of every x[i] with |x[i]| >= threshold, in order,
+/// and returns how many. `indices` and `values` must have room for all of `terms` plus
+/// kCollectSlack; what lies behind the returned count is undefined. A NaN is never collected.
+std::size_t collect_above(const Terms& terms, float threshold, Index first, Index* indices,
+                          float* values, Seen& seen);
+inline constexpr std::size_t kCollectSlack = 16;
+
+/// Number of |x[i]| >= threshold.
+std::size_t count_above(const Terms& terms, float threshold);
+
+/// Looks without choosing.
+void survey(const Terms& terms, Seen& seen);
+
+/// x[i] for the whole of `terms`.
+void evaluate(const Terms& terms, std::span<float> out);
+
+/// base[i] += scale * gradient[i]; gradient[i] = 0. `base` may be empty.
+void absorb(std::span<float> base, std::span<float> gradient, float scale);
+
+/// sum[i] += part[i].
+void add(std::span<float> sum, std::span<const float> part);
+
+/// The k-th largest magnitude of `values` (1 <= k <= size, all finite): exact, by histograms of the
+/// magnitudes' bits.
+float kth_magnitude(std::span<const float> values, std::size_t k);
+
+/// Names of the instruction sets that this machine can run and this build holds.
+/// `use_target` runs everything on one of them ("" returns to the best); for tests and benchmarks,
+/// not while another thread is in a kernel.
+std::span<const char* const> targets();
+void use_target(const char* name);
+
+// The references that every target must equal: bit for bit, but for `energy` (relative 1e-5).
+namespace scalar {
+std::size_t collect_above(const Terms& terms, float threshold, Index first, Index* indices,
+                          float* values, Seen& seen);
+std::size_t count_above(const Terms& terms, float threshold);
+void survey(const Terms& terms, Seen& seen);
+void evaluate(const Terms& terms, std::span<float> out);
+void absorb(std::span<float> base, std::span<float> gradient, float scale);
+void add(std::span<float> sum, std::span<const float> part);
+float kth_magnitude(std::span<const float> values, std::size_t k);
+}  // namespace scalar
+
+}  // namespace topreduce::kernels

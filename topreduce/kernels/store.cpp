@@ -1,0 +1,110 @@
+// Passes that write: evaluate, absorb, add. All are bound by memory, so plain loops are best:
+// prefetching and streaming stores made them slower.
+
+#include <algorithm>
+
+#include "topreduce/kernels/kernels.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "topreduce/kernels/store.cpp"
+#include <hwy/foreach_target.h>
+#include <hwy/highway.h>
+
+HWY_BEFORE_NAMESPACE();
+namespace topreduce::kernels {
+namespace HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+void evaluate(const Terms& terms, std::span<float> out) {
+  const hn::ScalableTag<float> d;
+  const std::size_t lanes = hn::Lanes(d);
+  const auto scale = hn::Set(d, terms.scale);
+  const float* gradient = terms.gradient.data();
+  const float* base = terms.base.data();
+  std::size_t i = 0;
+  if (terms.base.empty()) {
+    for (; i + lanes <= terms.size(); i += lanes) {
+      hn::StoreU(hn::Mul(scale, hn::LoadU(d, gradient + i)), d, out.data() + i);
+    }
+  } else {
+    for (; i + lanes <= terms.size(); i += lanes) {
+      const auto scaled = hn::Mul(scale, hn::LoadU(d, gradient + i));
+      hn::StoreU(hn::Add(hn::LoadU(d, base + i), scaled), d, out.data() + i);
+    }
+  }
+  scalar::evaluate(terms.part(i, terms.size() - i), out.subspan(i));
+}
+
+void absorb(std::span<float> base, std::span<float> gradient, float scale) {
+  const hn::ScalableTag<float> d;
+  const std::size_t lanes = hn::Lanes(d);
+  const auto factor = hn::Set(d, scale);
+  std::size_t i = 0;
+  for (; i + lanes <= gradient.size(); i += lanes) {
+    const auto scaled = hn::Mul(factor, hn::LoadU(d, gradient.data() + i));
+    hn::StoreU(hn::Add(hn::LoadU(d, base.data() + i), scaled), d, base.data() + i);
+    hn::StoreU(hn::Zero(d), d, gradient.data() + i);
+  }
+  scalar::absorb(base.subspan(i), gradient.subspan(i), scale);
+}
+
+void add(std::span<float> sum, std::span<const float> part) {
+  const hn::ScalableTag<float> d;
+  const std::size_t lanes = hn::Lanes(d);
+  std::size_t i = 0;
+  for (; i + lanes <= sum.size(); i += lanes) {
+    hn::StoreU(hn::Add(hn::LoadU(d, sum.data() + i), hn::LoadU(d, part.data() + i)), d,
+               sum.data() + i);
+  }
+  scalar::add(sum.subspan(i), part.subspan(i));
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace topreduce::kernels
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace topreduce::kernels {
+
+namespace scalar {
+
+void evaluate(const Terms& terms, std::span<float> out) {
+  for (std::size_t i = 0; i < terms.size(); ++i) out[i] = terms[i];
+}
+
+void absorb(std::span<float> base, std::span<float> gradient, float scale) {
+  for (std::size_t i = 0; i < base.size(); ++i) {
+    const float scaled = scale * gradient[i];
+    base[i] += scaled;
+  }
+  std::ranges::fill(gradient, 0.0f);
+}
+
+void add(std::span<float> sum, std::span<const float> part) {
+  for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += part[i];
+}
+
+}  // namespace scalar
+
+HWY_EXPORT(evaluate);
+HWY_EXPORT(absorb);
+HWY_EXPORT(add);
+
+void evaluate(const Terms& terms, std::span<float> out) {
+  HWY_DYNAMIC_DISPATCH(evaluate)(terms, out);
+}
+
+void absorb(std::span<float> base, std::span<float> gradient, float scale) {
+  if (base.empty()) {
+    std::ranges::fill(gradient, 0.0f);
+  } else {
+    HWY_DYNAMIC_DISPATCH(absorb)(base, gradient, scale);
+  }
+}
+
+void add(std::span<float> sum, std::span<const float> part) {
+  HWY_DYNAMIC_DISPATCH(add)(sum, part);
+}
+
+}  // namespace topreduce::kernels
+#endif  // HWY_ONCE

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "topreduce/kernels/kernels.h"
+#include "topreduce/sparse_vector.h"
+
+namespace topreduce {
+
+/// One parameter's stretch of an exchange.
+struct Segment {
+  std::size_t parameter = 0;  ///< its number among the parameters that share this memory
+  Index start = 0;            ///< its first entry in the exchange's numbering
+  std::size_t offset = 0;     ///< its first entry in the flat memory
+  std::span<float> gradient;  ///< the caller's
+
+  std::size_t size() const { return gradient.size(); }
+};
+
+/// What this rank would send if the network were free: owed + gradient of one exchange, seen but
+/// never stored. Segments stand in parameter order, so nothing depends on the caller's bucket cut.
+class Pending {
+ public:
+  Pending(std::span<const Segment> segments, std::span<const float> base, float scale);
+
+  std::span<const Segment> segments() const { return segments_; }
+  Index size() const { return size_; }
+  float scale() const { return scale_; }
+
+  /// The terms of one segment: base + scale * gradient.
+  kernels::Terms terms(const Segment& segment) const;
+
+  /// Replaces values.size() values with those at `indices` (ascending).
+  void gather(std::span<const Index> indices, std::span<float> values) const;
+
+ private:
+  std::span<const Segment> segments_;
+  std::span<const float> base_;  // flat over all parameters; empty counts as zeros
+  float scale_;
+  Index size_ = 0;
+};
+
+}  // namespace topreduce

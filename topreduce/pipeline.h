@@ -1,0 +1,38 @@
+#pragma once
+
+#include "topreduce/catalog.h"
+
+namespace topreduce {
+
+/// A method with every setting resolved and its stages made; the Reducer runs it.
+struct Pipeline {
+  /// Throws std::invalid_argument for unknown words, values out of range, stages that do not fit
+  /// together, and models too large for one exchange.
+  Pipeline(const Layout& layout, const Spec& method);
+
+  /// Entries that each rank may send in `step`, and their share of the compressed ones. Everything
+  /// while warming up; then the density falls geometrically to its value.
+  double density_at(std::uint64_t step) const;
+  select::Budget budget_at(std::uint64_t step) const;
+
+  Spec spec;  ///< every setting, defaults included
+  double density = 1;
+  Granularity granularity = Granularity::bucket;
+  wire::Values values = wire::Values::fp32;
+  std::uint64_t warmup_steps = 0, ramp_steps = 0, seed = 0;
+
+  /// Where a parameter of the whole layout lives: in `compressed` or in `kept`.
+  struct Place {
+    enum class Home { compressed, kept } home;
+    std::size_t parameter;
+  };
+  std::vector<Place> places;
+  Layout compressed;  ///< parameters that are chosen from; stages know only these
+  Layout kept;        ///< parameters that are always sent whole
+
+  std::unique_ptr<feedback::Feedback> feedback;
+  std::unique_ptr<select::Selector> selector;  ///< null if the exchange needs none
+  std::unique_ptr<exchange::Exchange> exchange;
+};
+
+}  // namespace topreduce

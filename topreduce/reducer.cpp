@@ -1,0 +1,444 @@
+// The order of a step, and nothing else of it:
+//
+//   begin    open the transaction
+//   add      look, choose, exchange            per bucket (granularity=bucket), while others still
+//   finish   look, choose, exchange            compute; or once, for the whole model
+//            vote, commit, decode              all of it, or nothing
+//
+// Until the vote only `parcels` are written: what is owed and the caller's gradients stay as they
+// are.
+
+#include "topreduce/reducer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <utility>
+
+#include "topreduce/agreement.h"
+#include "topreduce/pipeline.h"
+#include "topreduce/version.h"
+
+namespace topreduce {
+namespace {
+
+using Home = Pipeline::Place::Home;
+using wire::Vote;
+
+// One exchange of a step: what it spans, what was chosen, what it brought.
+struct Parcel {
+  Home home = Home::compressed;
+  std::vector<Segment> segments;
+  SparseVector selected;
+  kernels::Seen seen;
+  exchange::Delivery delivery;
+
+  void open(Home where) {
+    home = where;
+    segments.clear();
+    selected.clear();
+    seen = {};
+    delivery.clear();
+  }
+
+  // Parameter order, whatever order the caller had.
+  void arrange() {
+    std::ranges::sort(segments, {}, &Segment::parameter);
+    Index start = 0;
+    for (Segment& segment : segments) {
+      segment.start = start;
+      start += static_cast<Index>(segment.size());
+    }
+  }
+};
+
+// How a step treats the compressed parameters.
+enum class Regime { compress, dense, bypass };
+
+std::string describe(const Layout& layout, const Spec& spec, Reducer::Mode mode) {
+  std::string text = "topreduce " + std::string(version()) + "\nmethod " + spec.name +
+                     (mode == Reducer::Mode::bypass ? ", bypassed" : "") + "\n";
+  for (const auto& [name, value] : spec.settings) text += name + " = " + value + "\n";
+  for (const Parameter& parameter : layout.parameters()) {
+    text += "parameter " + parameter.name + " (";
+    for (const std::size_t extent : parameter.shape) text += " " + std::to_string(extent);
+    text += " )\n";
+  }
+  return text;
+}
+
+}  // namespace
+
+struct Reducer::Inside {
+  Inside(Layout whole, const Spec& method)
+      : layout(std::move(whole)), given(method), pipeline(layout, method) {
+    introduce();
+    added.assign(layout.count(), 0);
+  }
+
+  // Settings changed: the ranks must agree anew.
+  void introduce() {
+    description = describe(layout, pipeline.spec, mode);
+    run = fingerprint(description);
+    agreed = false;
+  }
+
+  void begin(Communicator& communicator, float scale);
+  void add(std::span<const std::size_t> parameters, std::span<float> gradient);
+  void finish();
+  void abandon() noexcept;
+
+  Parcel& new_parcel(Home home);
+  void take_note(std::span<const std::size_t> parameters, std::span<float> gradient);
+  Regime regime_of_step() const;
+  Pending pending(const Parcel& parcel) const;
+  feedback::Feedback& memory(const Parcel& parcel);
+  void exchange(Parcel& parcel);
+  void commit();
+  void spoil();
+
+  Layout layout;
+  Spec given;
+  Pipeline pipeline;
+  std::unique_ptr<exchange::Exchange> dense = find_exchange("dense").make({"dense", {}, {}}, {});
+  std::unique_ptr<feedback::Feedback> none = find_feedback("none").make({"none", {}, {}}, {});
+  Mode mode = Mode::compress;
+  std::uint64_t step = 0;
+  std::string description;
+  std::uint32_t run = 0;  // its fingerprint, in every message
+  bool agreed = false;
+  StepStats stats;
+
+  // The open step.
+  Communicator* comm = nullptr;
+  comm::Traffic traffic_before;
+  float loss_scale = 1;
+  Regime regime = Regime::compress;
+  select::Budget budget;
+  exchange::Courier courier;
+  std::vector<char> added;  // per parameter of the layout
+  std::size_t missing = 0;
+  std::vector<Parcel> parcels;  // reused from step to step; the first `open_parcels` are in use
+  std::size_t open_parcels = 0;
+  StepStats running;
+};
+
+// ---- opening -----------------------------------------------------------------------------------
+
+Regime Reducer::Inside::regime_of_step() const {
+  if (mode == Mode::bypass) return Regime::bypass;
+  if (step < pipeline.warmup_steps) return Regime::dense;
+  if (step >= pipeline.warmup_steps + pipeline.ramp_steps) return Regime::compress;
+  // Early in the ramp sending everything may be cheaper; it is never worse.
+  const auto n = static_cast<double>(pipeline.compressed.size());
+  const auto k = static_cast<double>(pipeline.budget_at(step).entries);
+  const auto cost = pipeline.exchange->cost(k, n, comm->size());
+  const auto whole = dense->cost(n, n, comm->size());
+  return cost.values + cost.indices / 4 < whole.values ? Regime::compress : Regime::dense;
+}
+
+void Reducer::Inside::begin(Communicator& communicator, float scale) {
+  if (comm != nullptr) throw std::invalid_argument("begin: the last step is still open");
+  if (!(scale > 0) || !std::isfinite(scale)) {
+    throw std::invalid_argument("begin: loss_scale must be a positive number, not " +
+                                std::to_string(scale));
+  }
+  comm = &communicator;
+  traffic_before = comm->traffic();
+  loss_scale = scale;
+  const Regime last = std::exchange(regime, regime_of_step());
+  if (regime != last) parcels.clear();  // a dense step's buffers are as large as the model
+  budget = pipeline.budget_at(step);
+  if (regime != Regime::compress) budget.entries = budget.model;
+  running = {};
+  running.step = step;
+  running.entries = layout.size();
+  running.budget = budget.entries + pipeline.kept.size();
+  courier.begin(*comm, running);
+  std::ranges::fill(added, 0);
+  missing = layout.count();
+  open_parcels = 0;
+  if (regime == Regime::compress && pipeline.selector) pipeline.selector->begin(budget);
+  if (pipeline.granularity == Granularity::model) {
+    new_parcel(Home::compressed);
+    new_parcel(Home::kept);
+  }
+}
+
+Parcel& Reducer::Inside::new_parcel(Home home) {
+  if (open_parcels == parcels.size()) parcels.emplace_back();
+  Parcel& parcel = parcels[open_parcels++];
+  parcel.open(home);
+  return parcel;
+}
+
+// ---- buckets -----------------------------------------------------------------------------------
+
+// Checks a bucket and marks its parameters.
+void Reducer::Inside::take_note(std::span<const std::size_t> parameters,
+                                std::span<float> gradient) {
+  if (comm == nullptr) throw std::invalid_argument("add: no step is open; call begin first");
+  std::size_t size = 0;
+  for (const std::size_t id : parameters) {
+    if (id >= layout.count()) {
+      throw std::invalid_argument("add: there is no parameter " + std::to_string(id) +
+                                  "; the layout has " + std::to_string(layout.count()));
+    }
+    if (added[id]++ != 0) {
+      throw std::invalid_argument("add: parameter '" + layout[id].name +
+                                  "' was added twice in step " + std::to_string(step));
+    }
+    size += layout[id].size;
+    --missing;
+  }
+  if (size != gradient.size()) {
+    throw std::invalid_argument("add: the gradient has " + std::to_string(gradient.size()) +
+                                " entries, its parameters have " + std::to_string(size));
+  }
+}
+
+void Reducer::Inside::add(std::span<const std::size_t> parameters, std::span<float> gradient) {
+  take_note(parameters, gradient);
+  const bool now = pipeline.granularity == Granularity::bucket;
+  const std::size_t first = now ? open_parcels : 0;
+  if (now) {
+    new_parcel(Home::compressed);
+    new_parcel(Home::kept);
+  }
+  std::size_t start = 0;
+  for (const std::size_t id : parameters) {
+    const Pipeline::Place place = pipeline.places[id];
+    const bool kept = place.home == Home::kept;
+    const Parameter& parameter = (kept ? pipeline.kept : pipeline.compressed)[place.parameter];
+    parcels[first + (kept ? 1 : 0)].segments.push_back(
+        {place.parameter, 0, parameter.offset, gradient.subspan(start, parameter.size)});
+    start += parameter.size;
+  }
+  if (now) {
+    exchange(parcels[first]);
+    exchange(parcels[first + 1]);
+  }
+}
+
+Pending Reducer::Inside::pending(const Parcel& parcel) const {
+  const bool remembers = parcel.home == Home::compressed && regime != Regime::bypass;
+  const std::span<const float> base =
+      remembers ? pipeline.feedback->base() : std::span<const float>();
+  const float scale = remembers ? pipeline.feedback->scale() : 1;
+  return {parcel.segments, base, scale / loss_scale};
+}
+
+feedback::Feedback& Reducer::Inside::memory(const Parcel& parcel) {
+  const bool remembers = parcel.home == Home::compressed && regime != Regime::bypass;
+  return remembers ? *pipeline.feedback : *none;
+}
+
+void Reducer::Inside::exchange(Parcel& parcel) {
+  if (parcel.segments.empty()) return;
+  parcel.arrange();
+  const Pending sight = pending(parcel);
+  const bool whole = parcel.home == Home::kept || regime != Regime::compress;
+  double looked = 0, chosen = 0;
+  {
+    Stopwatch watch(chosen);
+    if (whole || !pipeline.selector) {
+      Stopwatch look(looked);
+      for (const Segment& segment : parcel.segments) {
+        kernels::survey(sight.terms(segment), parcel.seen);
+      }
+    } else {
+      pipeline.selector->choose(sight, parcel.selected, parcel.seen, looked);
+      if (!parcel.seen.finite()) parcel.selected.clear();
+    }
+  }
+  running[Stage::look] += looked;
+  running[Stage::choose] += chosen - looked;
+
+  const wire::Envelope envelope{run, step, static_cast<std::uint32_t>(&parcel - parcels.data()),
+                                sight.size(), pipeline.values};
+  courier.open(envelope, parcel.seen.finite() ? Vote::yes : Vote::no);
+  (whole ? *dense : *pipeline.exchange)
+      .run(sight, parcel.selected, budget, courier, parcel.delivery);
+}
+
+// ---- closing -----------------------------------------------------------------------------------
+
+void Reducer::Inside::finish() {
+  if (comm == nullptr) throw std::invalid_argument("finish: no step is open; call begin first");
+  if (missing != 0) {
+    std::string names;
+    for (std::size_t id = 0, shown = 0; id < layout.count() && shown < 5; ++id) {
+      if (added[id] == 0) names += (shown++ == 0 ? "" : ", ") + layout[id].name;
+    }
+    throw std::invalid_argument("finish: step " + std::to_string(step) + " is missing " +
+                                std::to_string(missing) + " of " + std::to_string(layout.count()) +
+                                " parameters: " + names);
+  }
+  if (pipeline.granularity == Granularity::model) {
+    exchange(parcels[0]);
+    exchange(parcels[1]);
+  }
+  running.finite = courier.vote() == Vote::yes;
+  {
+    Stopwatch watch(running[Stage::commit]);
+    running.finite ? commit() : spoil();
+  }
+  const comm::Traffic& traffic = comm->traffic();
+  running.bytes_sent = traffic.bytes_sent - traffic_before.bytes_sent;
+  running.bytes_received = traffic.bytes_received - traffic_before.bytes_received;
+  running.rounds = traffic.rounds - traffic_before.rounds;
+  stats = running;
+  comm = nullptr;
+}
+
+void Reducer::Inside::commit() {
+  double energy = 0, gone = 0;
+  for (Parcel& parcel : std::span(parcels).first(open_parcels)) {
+    if (parcel.segments.empty()) continue;
+    const bool whole = parcel.delivery.extent == exchange::Delivery::Extent::whole;
+    const Pending sight = pending(parcel);
+    running.selected +=
+        whole || !pipeline.selector ? parcel.delivery.delivered() : parcel.selected.size();
+    running.delivered += parcel.delivery.delivered();
+    energy += parcel.seen.energy;
+    gone += memory(parcel).commit(sight, parcel.delivery, comm->size(), loss_scale);
+  }
+  if (regime == Regime::compress) {
+    if (pipeline.selector) pipeline.selector->commit();
+    pipeline.exchange->commit();
+  }
+  if (energy > 0) {
+    running.kept_energy = std::clamp(gone / energy, 0.0, 1.0);
+    const bool owes = regime != Regime::bypass && !pipeline.feedback->base().empty();
+    running.owed_norm = owes ? std::sqrt(std::max(0.0, energy - gone)) : 0;
+  }
+  ++step;
+}
+
+// As in plain DDP, everyone sees that the step is lost.
+void Reducer::Inside::spoil() {
+  for (Parcel& parcel : std::span(parcels).first(open_parcels)) {
+    for (const Segment& segment : parcel.segments) {
+      std::ranges::fill(segment.gradient, std::numeric_limits<float>::quiet_NaN());
+    }
+  }
+}
+
+void Reducer::Inside::abandon() noexcept {
+  comm = nullptr;
+}
+
+// ---- the face ----------------------------------------------------------------------------------
+
+Reducer::Reducer(Layout layout, const Spec& method)
+    : inside_(std::make_unique<Inside>(std::move(layout), method)) {}
+Reducer::Reducer(Layout layout, std::string_view method)
+    : Reducer(std::move(layout), parse_spec(method)) {}
+Reducer::~Reducer() = default;
+Reducer::Reducer(Reducer&&) noexcept = default;
+Reducer& Reducer::operator=(Reducer&&) noexcept = default;
+
+void Reducer::agree(Communicator& comm) {
+  expect_same_text(comm, "step " + std::to_string(inside_->step) + "\n" + inside_->description);
+  inside_->agreed = true;
+}
+
+void Reducer::begin(Communicator& comm, float loss_scale) {
+  if (!inside_->agreed) agree(comm);
+  inside_->begin(comm, loss_scale);
+}
+
+void Reducer::add(std::span<const std::size_t> parameters, std::span<float> gradient) {
+  try {
+    inside_->add(parameters, gradient);
+  } catch (...) {
+    abandon();
+    throw;
+  }
+}
+
+const StepStats& Reducer::finish() {
+  try {
+    inside_->finish();
+  } catch (...) {
+    abandon();
+    throw;
+  }
+  return inside_->stats;
+}
+
+void Reducer::abandon() noexcept {
+  inside_->abandon();
+}
+
+void Reducer::configure(const Spec& changes) {
+  Inside& now = *inside_;
+  if (now.comm != nullptr) throw std::invalid_argument("configure: a step is open");
+  Spec wanted = now.given;
+  if (!changes.name.empty()) wanted.name = changes.name;
+  for (const auto& [name, value] : changes.settings) wanted.settings[name] = value;
+  Pipeline next(now.layout, wanted);
+  const Spec &before = now.pipeline.spec, &after = next.spec;
+  const auto same = [&](std::string_view name) {
+    const auto a = before.settings.find(name), b = after.settings.find(name);
+    return a != before.settings.end() && b != after.settings.end() && a->second == b->second;
+  };
+  if (!same("keep_dense") || !same("feedback")) {
+    throw std::invalid_argument(
+        "configure: feedback and keep_dense decide what is owed; they stay "
+        "as they are once a run has begun");
+  }
+  next.feedback = std::move(now.pipeline.feedback);
+  if (same("select")) next.selector = std::move(now.pipeline.selector);
+  if (same("exchange")) next.exchange = std::move(now.pipeline.exchange);
+  now.pipeline = std::move(next);
+  now.given = wanted;
+  now.introduce();
+}
+
+void Reducer::set_mode(Mode mode) {
+  if (inside_->comm != nullptr) throw std::invalid_argument("set_mode: a step is open");
+  inside_->mode = mode;
+  inside_->introduce();
+}
+
+Reducer::Mode Reducer::mode() const {
+  return inside_->mode;
+}
+const Layout& Reducer::layout() const {
+  return inside_->layout;
+}
+const Layout& Reducer::remembered() const {
+  return inside_->pipeline.compressed;
+}
+const Spec& Reducer::spec() const {
+  return inside_->pipeline.spec;
+}
+const StepStats& Reducer::stats() const {
+  return inside_->stats;
+}
+std::uint64_t Reducer::step() const {
+  return inside_->step;
+}
+
+double Reducer::density() const {
+  return inside_->mode == Mode::bypass ? 1 : inside_->pipeline.density_at(inside_->step);
+}
+
+std::span<const float> Reducer::owed() const {
+  return inside_->pipeline.feedback->base();
+}
+
+void Reducer::visit(StateVisitor& visitor) {
+  Inside& now = *inside_;
+  if (now.comm != nullptr) throw std::invalid_argument("state: a step is open");
+  auto step = static_cast<double>(now.step);
+  visitor.number("step", step);
+  now.step = static_cast<std::uint64_t>(step);
+  now.pipeline.feedback->visit(visitor);
+  if (now.pipeline.selector) now.pipeline.selector->visit(visitor);
+  now.pipeline.exchange->visit(visitor);
+}
+
+}  // namespace topreduce

@@ -1,0 +1,80 @@
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "topreduce/comm/communicator.h"
+#include "topreduce/layout.h"
+#include "topreduce/spec.h"
+#include "topreduce/state.h"
+#include "topreduce/stats.h"
+
+namespace topreduce {
+
+/// Averages a model's gradients over the ranks, one step at a time.
+///
+///   reducer.begin(comm);
+///   for (bucket : buckets) reducer.add(bucket.parameters, bucket.gradient);
+///   reducer.finish();                       // every gradient is now the mean
+///
+/// A step is a transaction: whatever throws between `begin` and the end of `finish` leaves what is
+/// owed, and the gradients, bit for bit as they were. Results do not depend on the bucket cut.
+/// One thread at a time.
+class Reducer {
+ public:
+  /// `method` is a spec such as "topk:density=0.01"; see catalog.def for all words.
+  /// Throws std::invalid_argument for unknown words, values out of range and stages that do not
+  /// fit.
+  Reducer(Layout layout, const Spec& method);
+  Reducer(Layout layout, std::string_view method);
+  ~Reducer();
+  Reducer(Reducer&&) noexcept;
+  Reducer& operator=(Reducer&&) noexcept;
+
+  /// Compares version, model and settings over the ranks; std::invalid_argument on every rank, with
+  /// the difference by rank, if they differ. Collective. The first `begin` does it by itself.
+  void agree(Communicator& comm);
+
+  /// Opens a step. `loss_scale`: gradients come multiplied by it, and so does the mean; what is
+  /// owed is kept without it.
+  void begin(Communicator& comm, float loss_scale = 1);
+
+  /// Hands over the gradients of some parameters (numbers in the layout), one after the other in
+  /// `gradient`, which must stay alive and untouched until `finish`. Every parameter once per step.
+  void add(std::span<const std::size_t> parameters, std::span<float> gradient);
+
+  /// Votes, commits, and replaces every gradient with the mean over the ranks. If any rank had an
+  /// infinity or NaN, nothing is committed and every gradient becomes NaN, on all ranks.
+  const StepStats& finish();
+
+  /// Drops an open step, as an exception does.
+  void abandon() noexcept;
+
+  /// Changes settings between steps, e.g. "density=0.001"; what is owed stays. On a mistake nothing
+  /// changes. All ranks must do the same before their next step: call `agree` to be sure.
+  void configure(const Spec& changes);
+
+  /// Bypassed, steps are plain dense averages and what is owed waits.
+  enum class Mode { compress, bypass };
+  void set_mode(Mode mode);
+  Mode mode() const;
+
+  const Layout& layout() const;
+  const Layout& remembered() const;  ///< what memory spans: all parameters but those of keep_dense
+  const Spec& spec() const;          ///< every setting, defaults included
+  const StepStats& stats() const;    ///< of the last finished step
+  std::uint64_t step() const;        ///< number of the next step
+  double density() const;            ///< of the next step: 1 while warming up, falling in the ramp
+  std::span<const float> owed() const;  ///< flat over `remembered`; empty for feedback "none"
+
+  /// Shows everything the next step depends on, for checkpoints. Not while a step is open.
+  void visit(StateVisitor& visitor);
+
+ private:
+  struct Inside;
+  std::unique_ptr<Inside> inside_;
+};
+
+}  // namespace topreduce

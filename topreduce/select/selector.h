@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstdint>
+
+#include "topreduce/layout.h"
+#include "topreduce/pending.h"
+#include "topreduce/state.h"
+
+namespace topreduce::select {
+
+/// What a step may spend, over the whole model. Only the Reducer decides it.
+struct Budget {
+  std::uint64_t step = 0;
+  std::uint64_t seed = 0;
+  std::size_t entries = 0;  ///< k: entries that this rank should send in this step
+  std::size_t model = 0;    ///< n: entries it chooses from, over all exchanges of the step
+};
+
+/// Chooses alone, without the network, which entries this rank sends. Choosing is choosing a
+/// threshold; what is kept between steps changes in `commit` only, so a failed step leaves no
+/// trace.
+class Selector {
+ public:
+  virtual ~Selector() = default;
+
+  /// A step starts. Its exchanges follow, in any cut of the model into buckets; a selector for
+  /// granularity `model` gets exactly one.
+  virtual void begin(const Budget& budget) = 0;
+
+  /// Replaces `selected` with the chosen entries of `pending`, and `seen` with what a pass over all
+  /// of them saw. If not `seen.finite()`, the step is lost anyway and `selected` does not matter.
+  /// `look_seconds` grows by the time spent in passes over all entries.
+  virtual void choose(const Pending& pending, SparseVector& selected, kernels::Seen& seen,
+                      double& look_seconds) = 0;
+
+  /// The step's exchanges went through on every rank: adopt what this step taught.
+  virtual void commit() = 0;
+
+  /// Shows every value that the next step depends on.
+  virtual void visit(StateVisitor& visitor) = 0;
+};
+
+}  // namespace topreduce::select

@@ -1,0 +1,86 @@
+// Exact top-k over the whole model: exactly k entries (fewer only if fewer are not zero), ties to
+// the lower index.
+//
+// One pass collects every entry above last step's cut, lowered a little; the exact cut is then made
+// among those few. Only if fewer than k were found is there a second pass, from a sampled cut.
+
+#include <algorithm>
+#include <cmath>
+
+#include "topreduce/catalog.h"
+#include "topreduce/select/sample.h"
+#include "topreduce/select/strongest.h"
+#include "topreduce/stats.h"
+
+namespace topreduce::select {
+namespace {
+
+constexpr std::size_t kSampleSize = 1 << 16;
+constexpr double kLeastSlack = 0.03, kMostSlack = 0.5;
+
+class TopK final : public Selector {
+ public:
+  void begin(const Budget& budget) override { budget_ = budget; }
+
+  void choose(const Pending& pending, SparseVector& selected, kernels::Seen& seen,
+              double& look_seconds) override {
+    selected.clear();
+    {
+      Stopwatch watch(look_seconds);
+      look(pending, seen);
+    }
+    if (seen.finite()) next_cut_ = strongest_.finish(selected);
+  }
+
+  // The slack follows how far the cut moves from step to step, quickly up and slowly down.
+  void commit() override {
+    if (cut_ > 0 && next_cut_ > 0) {
+      const double moved = std::abs(next_cut_ / cut_ - 1);
+      slack_ = std::clamp(std::max(2 * moved, 0.9 * slack_), kLeastSlack, kMostSlack);
+    }
+    if (next_cut_ > 0) cut_ = next_cut_;
+  }
+
+  void visit(StateVisitor& visitor) override {
+    visitor.number("topk.cut", cut_);
+    visitor.number("topk.slack", slack_);
+  }
+
+ private:
+  void look(const Pending& pending, kernels::Seen& seen) {
+    const std::size_t k = budget_.entries;
+    if (k >= budget_.model) return collect(pending, kNonZero, seen);
+    if (cut_ > 0) {
+      collect(pending, static_cast<float>(cut_ * (1 - slack_)), seen);
+      if (strongest_.size() >= k || !seen.finite()) return;
+    }
+    sample_.begin(budget_.model, kSampleSize);
+    for (const Segment& segment : pending.segments()) sample_.take(segment, pending.terms(segment));
+    const float guess = sample_.kth_magnitude(k, 4);
+    collect(pending, guess, seen);
+    if (strongest_.size() < k && guess > kNonZero) collect(pending, kNonZero, seen);
+  }
+
+  void collect(const Pending& pending, float floor, kernels::Seen& seen) {
+    seen = {};
+    strongest_.begin(budget_.entries, floor);
+    for (const Segment& segment : pending.segments()) {
+      strongest_.look(pending.terms(segment), segment.start, seen);
+    }
+  }
+
+  Budget budget_;
+  Strongest strongest_;
+  Sample sample_;
+  double cut_ = 0;  // last step's k-th magnitude; 0 before the first
+  double next_cut_ = 0;
+  double slack_ = 0.1;
+};
+
+}  // namespace
+
+std::unique_ptr<Selector> make_topk(const Settings&, const Layout&) {
+  return std::make_unique<TopK>();
+}
+
+}  // namespace topreduce::select

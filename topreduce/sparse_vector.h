@@ -1,0 +1,49 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "topreduce/storage.h"
+
+namespace topreduce {
+
+/// A place in one exchange. 32 bits: a bucket (or a model exchanged at once) has fewer than 2^32
+/// entries.
+using Index = std::uint32_t;
+
+/// The currency between the stages: some entries of a longer vector, indices ascending and unique.
+struct SparseVector {
+  Buffer<Index> indices;
+  Buffer<float> values;
+
+  std::size_t size() const { return indices.size(); }
+  bool empty() const { return indices.empty(); }
+  void clear() { resize(0); }
+  void resize(std::size_t count) {
+    indices.resize(count);
+    values.resize(count);
+  }
+  void reserve(std::size_t count) {
+    indices.reserve(count);
+    values.reserve(count);
+  }
+  void push_back(Index index, float value) {
+    indices.push_back(index);
+    values.push_back(value);
+  }
+};
+
+/// Adds sparse vectors of one universe. Each entry is summed in the order of `parts` (rank order),
+/// so every rank that adds the same parts gets the same bits.
+class Adder {
+ public:
+  /// Replaces `sum` with the sum of `parts`; entries that cancel stay, with value 0.
+  void add(std::span<const SparseVector> parts, Index universe, SparseVector& sum);
+
+ private:
+  Buffer<float> block_;            // one cache-sized stretch of the universe, dense
+  Buffer<std::uint64_t> touched_;  // which of its entries some part holds
+  Buffer<std::size_t> next_;       // per part: first entry not yet added
+};
+
+}  // namespace topreduce

@@ -1,0 +1,22 @@
+#pragma once
+
+#include <span>
+#include <string_view>
+
+namespace topreduce {
+
+/// Sees, and may replace, everything that a run must keep for its next step to be the same. One
+/// visit serves saving and loading, so the two cannot drift apart.
+class StateVisitor {
+ public:
+  virtual ~StateVisitor() = default;
+
+  /// One value per entry of the remembered parameters, in their order.
+  virtual void entries(std::string_view name, std::span<float> values) = 0;
+  /// One value per remembered parameter, in their order.
+  virtual void parameters(std::string_view name, std::span<double> values) = 0;
+  /// A single value.
+  virtual void number(std::string_view name, double& value) = 0;
+};
+
+}  // namespace topreduce

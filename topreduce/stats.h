@@ -1,0 +1,47 @@
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <string_view>
+
+namespace topreduce {
+
+/// Where a step's time goes, in the order the data flows.
+enum class Stage { look, choose, pack, network, unpack, commit };
+inline constexpr std::array<std::string_view, 6> kStageNames = {"look",    "choose", "pack",
+                                                                "network", "unpack", "commit"};
+
+/// What one step cost this rank and what it moved.
+struct StepStats {
+  std::uint64_t step = 0;       ///< number of the step, from 0
+  std::uint64_t entries = 0;    ///< entries in the model
+  std::uint64_t budget = 0;     ///< entries that each rank meant to send (k)
+  std::uint64_t selected = 0;   ///< entries that this rank sent
+  std::uint64_t delivered = 0;  ///< entries of the sum that everyone applies
+  std::uint64_t bytes_sent = 0;
+  std::uint64_t bytes_received = 0;
+  std::uint64_t rounds = 0;  ///< collectives, one after the other
+  double kept_energy = 1;    ///< share of |owed + gradient|^2 that was settled, 0 to 1
+  double owed_norm = 0;      ///< norm of what this rank owes after the step
+  bool finite = true;        ///< false: some rank had an infinity or NaN; nothing was committed
+  std::array<double, kStageNames.size()> seconds{};
+
+  double& operator[](Stage stage) { return seconds[static_cast<std::size_t>(stage)]; }
+};
+
+/// Adds the life time of this object to a number of seconds.
+class Stopwatch {
+ public:
+  explicit Stopwatch(double& seconds) : seconds_(seconds) {}
+  ~Stopwatch() { seconds_ += std::chrono::duration<double>(Clock::now() - start_).count(); }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  double& seconds_;
+  Clock::time_point start_ = Clock::now();
+};
+
+}  // namespace topreduce
