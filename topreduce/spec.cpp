@@ -95,7 +95,7 @@ std::string suggest(std::string_view word, const std::vector<std::string>& known
   if (edits(word, *nearest) <= std::max<std::size_t>(1, word.size() / 3)) {
     text = "; did you mean '" + *nearest + "'?";
   }
-  text += " known: ";
+  text += text.empty() ? "; known: " : " known: ";
   for (const std::string& name : known) text += name + (&name == &known.back() ? "" : ", ");
   return text;
 }

@@ -1,7 +1,10 @@
 #include "topreduce/reducer.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
+#include <set>
+#include <utility>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -27,11 +30,19 @@ using Array = nb::ndarray<nb::numpy, float>;
 
 // ---- what goes in ------------------------------------------------------------------------------
 
+std::vector<std::size_t> parameter_numbers(const nb::object& object) {
+  std::vector<std::size_t> numbers;
+  if (!nb::try_cast(object, numbers)) {
+    throw nb::value_error("add: parameters must be a list of numbers of parameters in the layout");
+  }
+  return numbers;
+}
+
 // The array's own memory, or a ValueError that says what is wrong with it: never a silent copy.
 std::span<float> writable_floats(const nb::object& object) {
   nb::ndarray<nb::ro> any;
   if (!nb::try_cast(object, any, false)) {
-    throw nb::value_error("add: the gradient must be a NumPy array or CPU tensor");
+    throw nb::value_error("add: the gradient must be a float32 NumPy array or CPU tensor");
   }
   if (any.device_type() != nb::device::cpu::value) {
     throw nb::value_error("add: the gradient must be in main memory (CPU)");
@@ -76,20 +87,24 @@ struct Owner {
     held = {std::move(communicator)};
   }
 
-  void add(const std::vector<std::size_t>& parameters, const nb::object& gradient) {
-    const std::span<float> floats = writable_floats(gradient);
-    held.push_back(gradient);
-    const nb::gil_scoped_release release;
-    reducer.add(parameters, floats);
+  // Whatever is wrong with a bucket drops the step, as a failed exchange does.
+  void add(const nb::object& numbers, const nb::object& gradient) {
+    try {
+      const std::vector<std::size_t> parameters = parameter_numbers(numbers);
+      const std::span<float> floats = writable_floats(gradient);
+      held.push_back(gradient);
+      const nb::gil_scoped_release release;
+      reducer.add(parameters, floats);
+    } catch (...) {
+      abandon();
+      throw;
+    }
   }
 
   StepStats finish() {
-    {
-      const nb::gil_scoped_release release;
-      reducer.finish();
-    }
-    held.clear();
-    return reducer.stats();
+    const std::vector<nb::object> until_finished = std::exchange(held, {});
+    const nb::gil_scoped_release release;
+    return reducer.finish();
   }
 
   void abandon() {
@@ -144,6 +159,12 @@ class Saver final : public topreduce::StateVisitor {
   const Layout& layout_;
 };
 
+std::string shape_text(const std::size_t* extents, std::size_t dimensions) {
+  std::string text;
+  for (std::size_t d = 0; d < dimensions; ++d) text += (d ? ", " : "") + std::to_string(extents[d]);
+  return "(" + text + ")";
+}
+
 // Compares a state with what the reducer would save, and takes it over in a second visit, so that a
 // state that does not fit changes nothing.
 class Loader final : public topreduce::StateVisitor {
@@ -153,67 +174,89 @@ class Loader final : public topreduce::StateVisitor {
       : layout_(layout), state_(std::move(state)), pass_(pass) {}
 
   void entries(std::string_view name, std::span<float> values) override {
-    const nb::dict saved = group("entries", name);
+    const nb::dict saved = by_parameter("entries", name);
     for (const Parameter& parameter : layout_.parameters()) {
-      const nb::object item = get(saved, parameter.name, std::string(name));
+      const std::string what = std::string(name) + " of '" + parameter.name + "'";
       nb::ndarray<const float, nb::c_contig, nb::device::cpu> array;
-      if (!nb::try_cast(item, array, false)) {
-        fail(std::string(name) + " of '" + parameter.name + "' is no contiguous float32 array");
+      if (!nb::try_cast(get(saved, parameter.name, name), array, false)) {
+        fail(what + " is no contiguous float32 array");
       }
-      if (array.size() != parameter.size) {
-        fail(std::string(name) + " of '" + parameter.name + "' has " +
-             std::to_string(array.size()) + " entries, the parameter has " +
-             std::to_string(parameter.size));
+      const std::vector<std::size_t> shape(array.shape_ptr(), array.shape_ptr() + array.ndim());
+      if (shape != parameter.shape) {
+        fail(what + " has shape " + shape_text(shape.data(), shape.size()) + ", the parameter " +
+             shape_text(parameter.shape.data(), parameter.shape.size()));
+      }
+      const std::span<const float> all(array.data(), array.size());
+      if (!std::ranges::all_of(all, [](float x) { return std::isfinite(x); })) {
+        fail(what + " holds an infinity or NaN");
       }
       if (pass_ == Pass::apply) {
-        std::copy_n(array.data(), array.size(),
-                    values.begin() + static_cast<std::ptrdiff_t>(parameter.offset));
+        std::ranges::copy(all, values.begin() + static_cast<std::ptrdiff_t>(parameter.offset));
       }
     }
   }
   void parameters(std::string_view name, std::span<double> values) override {
-    const nb::dict saved = group("parameters", name);
+    const nb::dict saved = by_parameter("parameters", name);
     for (std::size_t p = 0; p < layout_.count(); ++p) {
-      const nb::object item = get(saved, layout_[p].name, std::string(name));
-      set(item, std::string(name), values[p]);
+      set(get(saved, layout_[p].name, name), name, values[p]);
     }
   }
   void number(std::string_view name, double& value) override {
-    const nb::dict numbers = nb::cast<nb::dict>(get(state_, "numbers", "state"));
-    set(get(numbers, std::string(name), "numbers"), std::string(name), value);
+    set(get(group("numbers"), name, "numbers"), name, value);
+    asked_["numbers"].emplace(name);
+  }
+
+  // What no stage asked for was kept by another method; to drop it would lose what is owed.
+  void expect_nothing_else() const {
+    for (const auto& [part, names] : asked_) {
+      for (const auto& [key, value] : group(part)) {
+        const std::string name = nb::str(key).c_str();
+        if (!names.contains(name)) {
+          fail(part + " hold '" + name + "', which this method does not keep");
+        }
+      }
+    }
   }
 
  private:
   [[noreturn]] static void fail(const std::string& what) {
     throw nb::value_error(("load_state: " + what + "; nothing was changed").c_str());
   }
-  nb::object get(const nb::dict& dict, const std::string& key, const std::string& where) const {
-    if (!dict.contains(key.c_str())) fail(where + " has no '" + key + "'");
-    return dict[key.c_str()];
+  static nb::object get(const nb::dict& dict, std::string_view key, std::string_view where) {
+    const std::string name(key);
+    if (!dict.contains(name.c_str())) fail(std::string(where) + " has no '" + name + "'");
+    return dict[name.c_str()];
   }
-  nb::dict group(const char* part, std::string_view name) const {
-    const nb::object all = get(state_, part, "state");
-    nb::dict dict;
-    if (!nb::try_cast(all, dict)) fail(std::string(part) + " is no dict");
-    nb::dict saved;
-    if (!nb::try_cast(get(dict, std::string(name), part), saved)) {
-      fail(std::string(name) + " is no dict");
-    }
+  static nb::dict as_dict(const nb::object& object, std::string_view name) {
+    if (!nb::isinstance<nb::dict>(object)) fail(std::string(name) + " is no dict");
+    return nb::borrow<nb::dict>(object);
+  }
+  nb::dict group(std::string_view part) const { return as_dict(get(state_, part, "state"), part); }
+  nb::dict by_parameter(const char* part, std::string_view name) {
+    asked_[part].emplace(name);
+    nb::dict saved = as_dict(get(group(part), name, part), name);
     if (nb::len(saved) != layout_.count()) {
       fail(std::string(name) + " is of " + std::to_string(nb::len(saved)) +
            " parameters, this model remembers " + std::to_string(layout_.count()));
     }
     return saved;
   }
-  void set(const nb::object& item, const std::string& name, double& value) const {
+  void set(const nb::object& item, std::string_view name, double& value) const {
     double number = 0;
-    if (!nb::try_cast(item, number)) fail(name + " is no number");
+    if (!nb::try_cast(item, number) || !std::isfinite(number)) {
+      fail(std::string(name) + " is no number");
+    }
+    if (name == "step" && (number < 0 || number != std::floor(number) || number > 0x1p53)) {
+      fail("step is no whole number");
+    }
     if (pass_ == Pass::apply) value = number;
   }
 
   const Layout& layout_;
   nb::dict state_;
   Pass pass_;
+  std::map<std::string, std::set<std::string, std::less<>>> asked_ = {
+      {"numbers", {}}, {"parameters", {}}, {"entries", {}}};
 };
 
 nb::dict state(Owner& self) {
@@ -226,6 +269,7 @@ void load_state(Owner& self, const nb::dict& state) {
   for (const auto pass : {Loader::Pass::check, Loader::Pass::apply}) {
     Loader loader(self.reducer.remembered(), state, pass);
     self.reducer.visit(loader);
+    loader.expect_nothing_else();
   }
 }
 
@@ -266,9 +310,9 @@ void bind_reducer(nb::module_& module) {
       .def("begin", &Owner::begin, "comm"_a, "loss_scale"_a = 1.0f,
            nb::sig("def begin(self, comm: Communicator, loss_scale: float = 1.0) -> None"),
            "Open a step; gradients come, and leave, multiplied by `loss_scale`.")
-      .def("add", &Owner::add, "parameters"_a, "gradient"_a,
-           nb::sig("def add(self, parameters: collections.abc.Sequence[int], gradient: object) -> "
-                   "None"),
+      .def("add", &Owner::add, "parameters"_a.none(), "gradient"_a.none(),
+           nb::sig("def add(self, parameters: collections.abc.Sequence[int], gradient: "
+                   "numpy.typing.NDArray[numpy.float32]) -> None"),
            "Hand over gradients of some parameters, one after the other in one float32 array that\n"
            "stays untouched until `finish` writes the mean into it.")
       .def("finish", &Owner::finish, "Replace every gradient with the mean over the ranks.")

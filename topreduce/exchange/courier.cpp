@@ -69,6 +69,51 @@ void Courier::all_gather(SparseVector& mine, std::vector<SparseVector>& parts) {
   });
 }
 
+void Courier::send_to_each() {
+  Stopwatch watch((*stats_)[Stage::network]);
+  comm_->all_to_all(outbox_, counts_, inbox_);
+}
+
+void Courier::all_to_all(std::span<SparseVector> outgoing, std::vector<SparseVector>& incoming) {
+  incoming.resize(outgoing.size());
+  const auto own = static_cast<std::size_t>(rank());
+  incoming[own] = outgoing[own];
+  if (ranks() == 1) return;
+  {
+    Stopwatch watch((*stats_)[Stage::pack]);
+    outbox_.clear();
+    counts_.assign(outgoing.size(), 0);
+    for (std::size_t r = 0; r < outgoing.size(); ++r) {
+      if (r == own) continue;
+      const std::size_t before = outbox_.size();
+      wire::pack(envelope_, vote_, outgoing[r], outbox_);
+      counts_[r] = outbox_.size() - before;
+    }
+  }
+  send_to_each();
+  read_all([&](int r, std::span<const std::byte> message) {
+    return r == rank() ? vote_
+                       : wire::unpack(envelope_, message, incoming[static_cast<std::size_t>(r)]);
+  });
+}
+
+void Courier::pass(int to, SparseVector& mine, int from, SparseVector& received) {
+  received.clear();
+  {
+    Stopwatch watch((*stats_)[Stage::pack]);
+    outbox_.clear();
+    counts_.assign(static_cast<std::size_t>(ranks()), 0);
+    if (to != kNobody) {
+      wire::pack(envelope_, vote_, mine, outbox_);
+      counts_[static_cast<std::size_t>(to)] = outbox_.size();
+    }
+  }
+  send_to_each();
+  read_all([&](int r, std::span<const std::byte> message) {
+    return r == from ? wire::unpack(envelope_, message, received) : vote_;
+  });
+}
+
 void Courier::all_reduce(std::span<float> values, std::span<float> settled) {
   if (ranks() == 1) {
     std::ranges::copy(values.first(settled.size()), settled.begin());
@@ -92,10 +137,7 @@ void Courier::all_reduce(std::span<float> values, std::span<float> settled) {
     }
     std::ranges::copy(values.first(settled.size()), settled.begin());
   }
-  {
-    Stopwatch watch((*stats_)[Stage::network]);
-    comm_->all_to_all(outbox_, counts_, inbox_);
-  }
+  send_to_each();
   const std::span<float> owned = part(rank());
   part_.resize(owned.size());
   read_all([&](int r, std::span<const std::byte> message) {

@@ -26,6 +26,15 @@ class Courier {
   /// is what rank r sent, `mine` among them.
   void all_gather(SparseVector& mine, std::vector<SparseVector>& parts);
 
+  /// outgoing[r] to rank r; takes on the values that receivers read. On return incoming[r] is what
+  /// rank r sent here, this rank's own part among them.
+  void all_to_all(std::span<SparseVector> outgoing, std::vector<SparseVector>& incoming);
+
+  /// One message to rank `to` and one from rank `from`; all ranks call it together. kNobody: none.
+  /// `received` is empty if nobody sends here.
+  static constexpr int kNobody = -1;
+  void pass(int to, SparseVector& mine, int from, SparseVector& received);
+
   /// Replaces `values` (the same places on all ranks, so no index travels) with their sum over the
   /// ranks: each rank adds up one part in rank order and hands it round. Two rounds, the volume of
   /// a ring. `settled`, unless empty, becomes what this rank settled by it: its rounded values and,
@@ -39,6 +48,7 @@ class Courier {
   void hear(wire::Vote vote);
   template <class Read>
   void read_all(Read&& read);  // read(rank, message) of every rank in the inbox, in rank order
+  void send_to_each();         // counts_[r] bytes of the outbox to rank r
 
   Communicator* comm_ = nullptr;
   StepStats* stats_ = nullptr;

@@ -1,5 +1,5 @@
-// Passes that write: evaluate, absorb, add. All are bound by memory, so plain loops are best:
-// prefetching and streaming stores made them slower.
+// Passes that write: evaluate, absorb, add. Memory is the limit, so the loops are plain.
+// Prefetching gained nothing; streaming stores for the zeros made absorb 1.5 times as slow.
 
 #include <algorithm>
 

@@ -1,23 +1,31 @@
 #pragma once
 
-#include "topreduce/pending.h"
+#include "topreduce/kernels/kernels.h"
 
 namespace topreduce::select {
 
-/// Magnitudes at evenly spaced places of the flat memory: the same places however the model is cut.
+/// Values at evenly spaced places of the flat memory: the same places however the model is cut.
 class Sample {
  public:
   /// Starts over; about `size` places out of `model` entries.
   void begin(std::size_t model, std::size_t size);
 
-  /// Takes this segment's places. Cheap right after a pass has brought it into the cache.
-  void take(const Segment& segment, const kernels::Terms& terms);
+  /// Takes the values at the places of a stretch that starts at `offset` of the flat memory.
+  void take(std::size_t offset, const kernels::Terms& terms);
+
+  /// Takes what these places may hold in the next step if everything from `cut` up is sent now:
+  /// what is left, plus or minus this step's gradient by turns.
+  void foresee(std::size_t offset, const kernels::Terms& terms, float cut);
 
   /// A guess of the k-th largest magnitude of all entries, low enough that about `deviations`
   /// standard deviations of the sampling error lie between it and the truth. 0 if it cannot tell.
-  float kth_magnitude(std::size_t k, double deviations);
+  float kth_magnitude(std::size_t k, double deviations) const;
 
  private:
+  std::size_t first_place(std::size_t offset) const {
+    return (stride_ - offset % stride_) % stride_;
+  }
+
   std::size_t stride_ = 1;
   Buffer<float> values_;
 };

@@ -55,7 +55,9 @@ class TopK final : public Selector {
       if (strongest_.size() >= k || !seen.finite()) return;
     }
     sample_.begin(budget_.model, kSampleSize);
-    for (const Segment& segment : pending.segments()) sample_.take(segment, pending.terms(segment));
+    for (const Segment& segment : pending.segments()) {
+      sample_.take(segment.offset, pending.terms(segment));
+    }
     const float guess = sample_.kth_magnitude(k, 4);
     collect(pending, guess, seen);
     if (strongest_.size() < k && guess > kNonZero) collect(pending, kNonZero, seen);

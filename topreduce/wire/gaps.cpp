@@ -38,9 +38,8 @@ std::byte* encode_gaps(std::span<const Index> indices, std::byte* out) {
     following = index + 1;
     if (gap < 1u << 14) {
       // One byte or two is anyone's guess at 1 %: write two, step over what counts, do not jump.
-      const Index high = gap >> 7;
-      const Index more = high != 0 ? 1 : 0;
-      store(out, static_cast<std::uint16_t>((gap & 0x7f) | (more << 7) | (high << 8)));
+      const Index more = (gap + 0xff80) >> 16;  // 1 from 128 on
+      store(out, static_cast<std::uint16_t>((gap & 0x7f) | (more << 7) | ((gap & ~0x7fu) << 1)));
       out += 1 + more;
     } else {
       out = encode_long(gap, out);
@@ -52,14 +51,14 @@ std::byte* encode_gaps(std::span<const Index> indices, std::byte* out) {
 void decode_gaps(std::span<const std::byte> bytes, Index universe, std::span<Index> indices) {
   const std::byte* next = bytes.data();
   const std::byte* const end = next + bytes.size();
-  std::uint64_t following = 0;
+  std::uint64_t following = 0;  // 64 bits: no sum of gaps can wrap round into the universe
   for (std::size_t i = 0; i < indices.size(); ++i) {
-    std::uint32_t two_bytes = 0x8080;
-    if (end - next >= 2) two_bytes = load<std::uint16_t>(next);
     std::uint64_t gap;
-    if ((two_bytes & 0x8080) != 0x8080) {
-      const std::uint32_t more = (two_bytes >> 7) & 1;
-      gap = (two_bytes & 0x7f) | (more * ((two_bytes >> 8) << 7));
+    if (end - next >= 2 && (load<std::uint16_t>(next) & 0x8080) != 0x8080) {
+      const auto low = static_cast<std::uint32_t>(next[0]);
+      const auto high = static_cast<std::uint32_t>(next[1]);
+      const std::uint32_t more = low >> 7;
+      gap = (low & 0x7f) | ((high << 7) & (0u - more));
       next += 1 + more;
     } else {
       gap = decode_long(next, end, i);

@@ -29,7 +29,7 @@ enum Place : std::size_t {
 static_assert(kAtChecksum + sizeof(std::uint32_t) == kHeaderBytes);
 
 std::uint32_t checksum_of(std::span<const std::byte> message) {
-  return checksum(message.subspan(kHeaderBytes), checksum(message.first(kAtChecksum), 0));
+  return checksum(message.first(kAtChecksum), message.subspan(kHeaderBytes));
 }
 
 void expect(bool right, const char* field, std::uint64_t came, const char* relation,

@@ -32,7 +32,7 @@ void pack(const Envelope& envelope, Vote vote, SparseVector& entries, Bytes& out
     throw std::invalid_argument("pack: " + std::to_string(indices.size()) + " indices for " +
                                 std::to_string(values.size()) + " values");
   }
-  assert(std::ranges::is_sorted(indices, std::less_equal<>{}) && "indices ascend");
+  assert(std::ranges::adjacent_find(indices, std::greater_equal<>{}) == indices.end());
   if (!indices.empty()) require_room("pack", std::size_t{indices.back()} + 1, envelope);
 
   const std::size_t start = out.size();

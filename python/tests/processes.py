@@ -1,0 +1,121 @@
+"""Ranks as real processes over Gloo: started once, given many cases.
+
+A case is a function of a test module. It runs in every rank at the same time; what it returns comes
+back in rank order. A rank that raises, dies or hangs fails the test, and new processes are started
+for the next one.
+"""
+
+import functools
+import importlib
+import inspect
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_GRACE = 5.0  # seconds that ranks get to answer once one of them has failed
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Who a case is."""
+
+    rank: int
+    ranks: int
+
+
+class CaseFailed(AssertionError):
+    """What went wrong in which rank, with the tracebacks."""
+
+
+class Processes:
+    """A group of ranks that waits for cases."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._store: dist.TCPStore | None = None
+        self._processes: list[BaseProcess] = []
+        self._lines: list[Connection] = []
+
+    def run(self, case: Callable[..., Any], *arguments: Any, seconds: float = 60) -> list[Any]:
+        """Calls `case(Rank, *arguments)` in every rank."""
+        self.start()
+        deadline = time.monotonic() + seconds
+        module = Path(inspect.getfile(case)).stem  # pytest may have given it another name
+        for line in self._lines:
+            line.send((module, case.__name__, arguments))
+        answers: list[Any] = [None] * self.ranks
+        failures: list[str] = []
+        waiting = {line: rank for rank, line in enumerate(self._lines)}
+        while waiting and time.monotonic() < deadline:
+            for line in wait(list(waiting), deadline - time.monotonic()):
+                rank = waiting.pop(line)
+                try:
+                    answers[rank], failure = line.recv()
+                except (EOFError, OSError):
+                    failure = "died"
+                if failure:
+                    failures.append(f"rank {rank}: {failure}")
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        failures += [f"rank {rank}: no answer in time" for rank in waiting.values()]
+        if failures:
+            self.stop()
+            raise CaseFailed("\n".join(failures))
+        return answers
+
+    def start(self) -> None:
+        if self._processes:
+            return
+        # One process imports torch, which takes seconds; the ranks are forked from it.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.nn.parallel", "torch.distributed", "pytest"])
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.ranks):
+            line, other_end = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(Rank(rank, self.ranks), self._store.port, other_end),
+                daemon=True,
+            )
+            process.start()
+            other_end.close()
+            self._processes.append(process)
+            self._lines.append(line)
+
+    def stop(self) -> None:
+        for line in self._lines:
+            line.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._lines, self._store = [], [], None
+
+
+def _serve(rank: Rank, port: int, line: Connection) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.ranks)
+    while True:
+        try:
+            module, case, arguments = line.recv()
+        except EOFError:
+            return
+        try:
+            answer = getattr(importlib.import_module(module), case)(rank, *arguments), ""
+        except BaseException:
+            answer = None, traceback.format_exc()
+        line.send(answer)
+
+
+@functools.cache
+def group(ranks: int) -> Processes:
+    """The group of this size that all test modules share; daemons, so they end with pytest."""
+    return Processes(ranks)

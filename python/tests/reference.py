@@ -1,0 +1,406 @@
+"""A plain NumPy reading of every method, written from the papers and the documented rules.
+
+It computes all ranks at once, has no buckets and no network, and is as slow as it likes. Arithmetic
+is float32 where the library's is, so that results can be compared bit for bit.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Places = NDArray[np.int64]
+Shapes = Sequence[tuple[str, Sequence[int]]]
+
+
+def size_of(shape: Sequence[int]) -> int:
+    return math.prod(shape)
+
+
+# ---- random numbers: Philox4x32-10 (Salmon et al. 2011), a block per (seed, step, purpose, i) ---
+
+_WORD = 0xFFFFFFFF
+
+
+def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, int]:
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = divmod(0xD2511F53 * c0, 1 << 32)
+        high1, low1 = divmod(0xCD9E8D57 * c2, 1 << 32)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return c0, c1, c2, c3
+
+
+PLACES, CAPS = 1, 2  # purposes
+
+
+def random_bits(seed: int, step: int, purpose: int, i: int) -> int:
+    """64 bits: the first two words of the block."""
+    key = (seed & _WORD, seed >> 32)
+    first, second, _, _ = philox((i, purpose, step & _WORD, step >> 32), key)
+    return second << 32 | first
+
+
+def random_below(bound: int, seed: int, step: int, purpose: int, i: int) -> int:
+    """The upper 32 bits, scaled to [0, bound)."""
+    return (random_bits(seed, step, purpose, i) >> 32) * bound >> 32
+
+
+def random_unit(seed: int, step: int, purpose: int, i: int) -> float:
+    """The upper 53 bits as a fraction."""
+    return (random_bits(seed, step, purpose, i) >> 11) / 2.0**53
+
+
+# ---- the budget ---------------------------------------------------------------------------------
+
+
+def density_at(step: int, density: float, warmup_steps: int, ramp_steps: int) -> float:
+    """Everything while warming up, then down to `density` by the same factor in every step."""
+    if step < warmup_steps:
+        return 1.0
+    into = step - warmup_steps
+    return density if into >= ramp_steps else math.pow(density, (into + 1) / (ramp_steps + 1))
+
+
+def rounded(x: float) -> int:
+    """To the nearest, halves up."""
+    whole, fraction = divmod(x, 1)
+    return int(whole) + (fraction >= 0.5)
+
+
+def entries_for(density: float, n: int) -> int:
+    """Of n entries; at least one, if there is one."""
+    return min(n, max(1, rounded(density * n)))
+
+
+@dataclass
+class Step:
+    """What every stage may know."""
+
+    number: int
+    seed: int
+    k: int  # entries to send
+    remembers: bool  # what is not sent is owed
+    travel: Callable[[Floats], Floats]  # how a value looks on the other side
+
+
+# ---- select: each rank alone --------------------------------------------------------------------
+
+
+def strongest(values: Floats, k: int, floor: float = 0.0) -> Places:
+    """The k of largest magnitude, but no zeros and none below `floor`; ties to the lower index."""
+    magnitude = np.abs(values)
+    candidates = np.flatnonzero((magnitude > 0) & (magnitude >= np.float32(floor)))
+    by_magnitude = np.argsort(-magnitude[candidates], kind="stable")
+    return np.sort(candidates[by_magnitude[:k]])
+
+
+@dataclass
+class TopK:
+    """Exact top-k over the model. Remembers nothing that could change the result."""
+
+    sizes: Sequence[int]
+
+    def choose(self, values: Floats, gradient: Floats, step: Step) -> Places:
+        return strongest(values, step.k)
+
+    def commit(self) -> None:
+        pass
+
+
+@dataclass
+class Carried:
+    """One threshold for the model, foreseen from step to step; caps per parameter."""
+
+    sizes: Sequence[int]
+    gain: float = 0.02
+    threshold: float = 0.0
+    bias: float = 1.0
+    last_k: float = 1.0
+    shares: list[float] = field(default_factory=list)
+
+    def choose(self, values: Floats, gradient: Floats, step: Step) -> Places:
+        k = step.k
+        self.shares = self.shares or [0.0] * len(self.sizes)
+        cut = np.float32(self.threshold * math.pow(self.last_k / k, 0.3))
+        if k >= values.size:
+            cut = np.finfo(np.float32).smallest_subnormal
+        caps = self.caps(cut, k, values.size, random_unit(step.seed, step.number, CAPS, 0))
+        chosen = []
+        left = values.copy() if step.remembers else np.zeros_like(values)
+        for start, size, cap in zip(starts(self.sizes), self.sizes, caps, strict=True):
+            mine = values[start : start + size]
+            places = strongest(mine, cap, cut)
+            chosen.append(start + places)
+            # Everything from the cut up counts as sent, even if the cap held it back. The first
+            # step has no cut: there it is the weakest that was sent.
+            sent_from = cut or np.abs(mine[places]).min(initial=np.inf)
+            left[start : start + size][np.abs(mine) >= sent_from] = 0
+        self.learn(self.foreseen(left, gradient, k), k, cut, [places.size for places in chosen])
+        return np.concatenate([*chosen, np.empty(0, np.int64)])
+
+    def caps(self, cut: float, k: int, n: int, phase: float) -> list[int]:
+        """Three budgets, by recent share and by size; fractions are rounded by one phase."""
+        recent = reduce(add, self.shares, 0.0)  # sum() is more exact than plain addition
+        by_share = 2.0 * k / recent if cut > 0 and recent > 0 else 0.0
+        by_size = ((3.0 * k if cut > 0 else k) - by_share * recent) / max(1, n)
+        caps, end = [], 0.001 + 0.998 * phase
+        for share, size in zip(self.shares, self.sizes, strict=True):
+            start, end = end, end + (by_share * share + by_size * size)
+            caps.append(math.floor(end) - math.floor(start))
+        return caps
+
+    def foreseen(self, left: Floats, gradient: Floats, k: int) -> float:
+        """The k-th magnitude of what is left, plus or minus a gradient like this one by turns.
+
+        From every stride-th entry of the model, about 2^17 of them; 0 if there are too few.
+        """
+        stride = max(1, left.size // 2**17) | 1
+        sample, change = left[::stride], gradient[::stride].copy()
+        change[1::2] *= -1
+        magnitudes = np.sort(np.abs(sample + change))[::-1]
+        rank = max(1, rounded(k / stride))
+        return float(magnitudes[rank - 1]) if rank <= magnitudes.size else 0.0
+
+    def learn(self, foreseen: float, k: int, cut: np.float32, sent: list[int]) -> None:
+        """What the next step will know, if this one is voted through."""
+        count = sum(sent)
+        near = cut > 0 and k / 2 < count < k * 2
+        bias = self.bias * math.pow(count / k, self.gain) if near else 1.0
+        threshold = foreseen * bias if foreseen > 0 else float(cut)
+        shares = [(share + now) / 2 for share, now in zip(self.shares, sent, strict=True)]
+        self.next = threshold, bias, float(k), shares
+
+    def commit(self) -> None:
+        self.threshold, self.bias, self.last_k, self.shares = self.next
+
+
+# ---- exchange: add up over the ranks ------------------------------------------------------------
+
+
+@dataclass
+class Delivery:
+    total: Floats  # over the ranks; zero where nothing was delivered
+    settled: list[Floats]  # per rank: what it no longer owes
+    delivered: int
+
+
+def in_rank_order(parts: Sequence[Floats]) -> Floats:
+    return reduce(add, parts)
+
+
+def gather(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
+    """Everyone's entries to everyone (TopkA in arXiv 2201.07598)."""
+    settled = [np.zeros_like(values) for values in pending]
+    for mine, values, places in zip(settled, pending, chosen, strict=True):
+        mine[places] = step.travel(values[places])
+    delivered = np.unique(np.concatenate(chosen)).size
+    return Delivery(in_rank_order(settled), settled, delivered)
+
+
+def everywhere(pending: list[Floats], places: Places, step: Step) -> Delivery:
+    """The same places on every rank. Rank r adds up the r-th part of them, rounds it for everyone,
+    and owes what that changed."""
+    settled = [np.zeros_like(values) for values in pending]
+    for mine, values in zip(settled, pending, strict=True):
+        mine[places] = step.travel(values[places])
+    exact = in_rank_order(settled)
+    total = np.zeros_like(exact)
+    total[places] = step.travel(exact[places])
+    ranks = len(pending)
+    for r, mine in enumerate(settled):
+        owned = places[places.size * r // ranks : places.size * (r + 1) // ranks]
+        mine[owned] += total[owned] - exact[owned]
+    return Delivery(total, settled, places.size)
+
+
+def dense(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
+    return everywhere(pending, np.arange(pending[0].size), step)
+
+
+def randk(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
+    """One random entry from each of k stretches of the model, turned by a random offset."""
+    n, k = pending[0].size, step.k
+
+    def draw(bound: int, i: int) -> int:
+        return random_below(bound, step.seed, step.number, PLACES, i)
+
+    turn = draw(n, 0)
+    bounds = [j * n // k for j in range(k + 1)]
+    drawn = [bounds[j] + draw(bounds[j + 1] - bounds[j], j + 1) for j in range(k)]
+    return everywhere(pending, np.sort((np.array(drawn, np.int64) - turn) % n), step)
+
+
+def values_sent(exchange: str, k: int, n: int, ranks: int) -> float:
+    """By each rank; an index counts as a quarter of a value."""
+    return {
+        "gather": 1.25 * k * (ranks - 1),
+        "randk": 2.0 * k * (ranks - 1) / ranks,
+        "dense": 2.0 * n * (ranks - 1) / ranks,
+    }[exchange]
+
+
+# ---- values on the wire -------------------------------------------------------------------------
+
+
+def as_bf16(values: Floats) -> Floats:
+    """The upper 16 bits, rounded to nearest, ties to even."""
+    bits = values.view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    return rounded.astype(np.uint32).view(np.float32)
+
+
+def as_fp16(values: Floats) -> Floats:
+    """What is too large becomes the largest."""
+    return np.clip(values, -65504, 65504).astype(np.float16).astype(np.float32)
+
+
+TRAVEL: dict[str, Callable[[Floats], Floats]] = {
+    "fp32": lambda values: values,
+    "bf16": as_bf16,
+    "fp16": as_fp16,
+}
+
+# ---- feedback: what is owed after a step --------------------------------------------------------
+
+FEEDBACK: dict[str, Callable[[Floats, Floats], Floats]] = {
+    "none": lambda pending, settled: np.zeros_like(pending),
+    "residual": lambda pending, settled: pending - settled,
+}
+
+SELECT: dict[str, Callable[..., TopK | Carried]] = {"topk": TopK, "carried": Carried}
+
+EXCHANGE: dict[str, Callable[[list[Floats], list[Places], Step], Delivery]] = {
+    "dense": dense,
+    "gather": gather,
+    "randk": randk,
+}
+
+# method: feedback, select with granularity model and bucket, exchange
+METHODS = {
+    "dense": ("none", {"model": "", "bucket": ""}, "dense"),
+    "topk": ("residual", {"model": "topk", "bucket": "carried"}, "gather"),
+    "randk": ("residual", {"model": "", "bucket": ""}, "randk"),
+}
+
+# ---- the step -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """One step, flat over the layout."""
+
+    mean: Floats
+    owed: list[Floats]  # per rank
+    density: float
+    budget: int
+    selected: list[int]  # per rank
+    delivered: int
+
+
+def starts(sizes: Sequence[int]) -> list[int]:
+    return [sum(sizes[:i]) for i in range(len(sizes))]
+
+
+def is_kept_dense(name: str, patterns: str) -> bool:
+    """`*` stands for any letters."""
+    words = (".*".join(map(re.escape, word.split("*"))) for word in patterns.split())
+    return any(re.fullmatch(word, name) for word in words)
+
+
+def kept_dense(shapes: Shapes, patterns: str) -> NDArray[np.bool_]:
+    """Which entries belong to parameters that are sent whole."""
+    kept = [is_kept_dense(name, patterns) for name, _ in shapes]
+    return np.repeat(np.array(kept, np.bool_), [size_of(shape) for _, shape in shapes])
+
+
+def simulate(
+    method: str,
+    shapes: Shapes,
+    gradients: Sequence[Sequence[Floats]],
+    *,
+    density: float = 0.01,
+    granularity: str = "bucket",
+    values: str = "fp32",
+    feedback: str = "",
+    select: str = "",
+    keep_dense: str = "",
+    warmup_steps: int = 0,
+    ramp_steps: int = 0,
+    seed: int = 0,
+    loss_scale: float = 1.0,
+    **of_select: float,
+) -> list[Outcome]:
+    """Every step of a run: gradients[step][rank], flat over the layout."""
+    feedback = feedback or METHODS[method][0]
+    select = select or METHODS[method][1][granularity]
+    exchange = METHODS[method][2]
+    ranks = len(gradients[0])
+    kept = kept_dense(shapes, keep_dense)
+    sizes = [size_of(shape) for name, shape in shapes if not is_kept_dense(name, keep_dense)]
+    n = sum(sizes)
+    selectors = [SELECT[select](sizes, **of_select) for _ in range(ranks)] if select else []
+    travel = TRAVEL[values if ranks > 1 else "fp32"]  # alone, nothing travels
+    owed = [np.zeros(n, np.float32) for _ in range(ranks)]
+
+    outcomes: list[Outcome] = []
+    number = 0
+    for scaled_gradient in gradients:
+        gradient = [np.float32(1 / loss_scale) * mine for mine in scaled_gradient]
+        share = 1.0 if method == "dense" else density_at(number, density, warmup_steps, ramp_steps)
+        k = entries_for(share, n)
+        whole = exchange == "dense" or n == 0 or number < warmup_steps
+        if not whole and number < warmup_steps + ramp_steps:
+            # In the ramp, everything goes if that costs no more.
+            whole = values_sent(exchange, k, n, ranks) >= values_sent("dense", n, n, ranks)
+        step = Step(number, seed, n if whole else k, feedback != "none", travel)
+
+        mean = np.full(kept.size, np.nan, np.float32)
+        chosen: list[Places] = []
+        delivered = 0
+        pending = [debt + mine[~kept] for debt, mine in zip(owed, gradient, strict=True)]
+        finite = all(np.isfinite(mine).all() for mine in [*pending, *gradient])
+        if finite:
+            if selectors and not whole:
+                chosen = [
+                    selectors[r].choose(pending[r], gradient[r][~kept], step) for r in range(ranks)
+                ]
+            delivery = EXCHANGE["dense" if whole else exchange](pending, chosen, step)
+            kept_delivery = dense([mine[kept] for mine in gradient], [], step)
+            for where, which in ((~kept, delivery), (kept, kept_delivery)):
+                mean[where] = which.total / np.float32(ranks) * np.float32(loss_scale)
+                delivered += which.delivered
+            # The commit. A step that is not finite changes nothing, not even its own number.
+            owed = [
+                FEEDBACK[feedback](*both) for both in zip(pending, delivery.settled, strict=True)
+            ]
+            if chosen:
+                for selector in selectors:
+                    selector.commit()
+            number += 1
+        sent = [places.size + int(kept.sum()) for places in chosen] or [delivered] * ranks
+        outcomes.append(
+            Outcome(
+                mean=mean,
+                owed=[spread(debt, ~kept) for debt in owed],
+                density=share,
+                budget=step.k + int(kept.sum()),
+                selected=sent,
+                delivered=delivered,
+            )
+        )
+    return outcomes
+
+
+def spread(values: Floats, where: NDArray[np.bool_]) -> Floats:
+    flat = np.zeros(where.size, np.float32)
+    flat[where] = values
+    return flat

@@ -1,0 +1,420 @@
+"""attach() on real DDP models, in real processes over Gloo."""
+
+import gc
+import io
+import threading
+from typing import Any
+
+import pytest
+import torch
+from models import Dictated, Run, digest, owed, rank_order_sum, small_integers
+from processes import Rank, group
+from torch.nn.parallel import DistributedDataParallel
+
+import topreduce.torch
+
+SPARSE = {
+    "topk, model": ("topk", {"granularity": "model"}),
+    "topk, bucket": ("topk", {"granularity": "bucket"}),
+    "randk": ("randk", {}),
+}
+METHODS = {**SPARSE, "dense": ("dense", {})}
+both_sizes = pytest.mark.parametrize("ranks", [2, 3])
+every_method = pytest.mark.parametrize("name", METHODS)
+every_sparse = pytest.mark.parametrize("name", SPARSE)
+
+
+def attach(ddp: DistributedDataParallel, name: str, **settings: Any) -> topreduce.torch.Sync:
+    method, own = METHODS[name]
+    return topreduce.torch.attach(ddp, method, **own, **settings)
+
+
+# ---- density 1 is plain DDP --------------------------------------------------------------------
+
+
+def train_whole(rank: Rank, name: str, density: float | None) -> tuple[list[float], list[float]]:
+    run, plain = Run(rank), Run(rank)
+    attach(run.ddp, name, density=density)
+    for step in range(12):
+        alone = run.local_gradient(step)
+        run.backward(step)
+        # fp32 sums at any other place or in any other order differ in the last bits.
+        assert torch.equal(run.mean_gradient(), rank_order_sum(alone) / rank.ranks)
+        run.optimizer.step()
+    plain.train(range(12))
+    return run.losses, plain.losses
+
+
+@both_sizes
+@every_method
+def test_density_one_is_plain_ddp(ranks: int, name: str) -> None:
+    for ours, plain in group(ranks).run(train_whole, name, None if name == "dense" else 1.0):
+        assert ours == pytest.approx(plain, rel=1e-4)
+
+
+def train_with_options(rank: Rank, options: dict[str, Any]) -> tuple[list[float], list[float]]:
+    run, plain = Run(rank, **options), Run(rank, **options)
+    attach(run.ddp, "topk, bucket", density=1.0)
+    for each in (run, plain):
+        each.train(range(3))
+        with each.ddp.no_sync():
+            each.backward(3)
+        each.ddp(torch.zeros(1, 13, dtype=torch.long)).backward()  # on top of what step 3 left
+        each.optimizer.step()
+        each.train(range(4, 7))
+    return run.losses, plain.losses
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"bucket_cap_mb": 0.01},
+    ],
+    ids=str,
+)
+def test_ddp_options(options: dict[str, Any]) -> None:
+    for ours, plain in group(2).run(train_with_options, options):
+        assert ours == pytest.approx(plain, rel=1e-4)
+
+
+def mixed_types(rank: Rank) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    ddp = DistributedDataParallel(Dictated(dtypes))
+    attach(ddp, "topk, bucket", density=1.0)
+    for step in range(3):
+        ddp.zero_grad()
+        everyone = [small_integers(ddp.module, other, step) for other in range(rank.ranks)]
+        ddp(everyone[rank.rank]).backward()
+        for weight, *gradients in zip(ddp.module.weights, *everyone, strict=True):
+            mean = sum(g.float() for g in gradients) / rank.ranks
+            assert weight.grad.dtype == weight.dtype
+            assert torch.equal(weight.grad, mean.to(weight.dtype))
+
+
+@both_sizes
+def test_parameters_of_other_types_go_through_fp32(ranks: int) -> None:
+    group(ranks).run(mixed_types)
+
+
+# ---- the laws ----------------------------------------------------------------------------------
+
+
+def keep_the_laws_exactly(rank: Rank, name: str) -> None:
+    ddp = DistributedDataParallel(Dictated(), bucket_cap_mb=0.002)
+    sync = attach(ddp, name, density=0.05)
+    for step in range(8):
+        ddp.zero_grad()
+        gradients = small_integers(ddp.module, rank.rank, step)
+        before = owed(sync)
+        ddp(gradients).backward()
+        after = owed(sync)
+        settled = before + torch.cat([g.flatten() for g in gradients]) - after
+        mean = torch.cat([w.grad.flatten() for w in ddp.module.weights])
+        assert torch.equal(mean, rank_order_sum(settled) / rank.ranks)
+        assert ((settled == 0) | (after == 0)).all()  # sent whole, or not at all
+        stats = sync.stats()
+        assert 0 < settled.count_nonzero() <= stats["selected"] <= 3 * stats["budget"]
+        if name != "topk, bucket":
+            assert stats["selected"] == stats["budget"] == round(0.05 * after.numel())
+
+
+@both_sizes
+@every_sparse
+def test_laws_exactly(ranks: int, name: str) -> None:
+    group(ranks).run(keep_the_laws_exactly, name)
+
+
+def keep_the_laws_in_training(rank: Rank, name: str) -> None:
+    run = Run(rank, bucket_cap_mb=0.02)
+    sync = attach(run.ddp, name, density=0.01)
+    for step in range(10):
+        alone, before = run.local_gradient(step), owed(sync)
+        run.backward(step)
+        settled = before.double() + alone.double() - owed(sync).double()
+        applied = run.mean_gradient().double() * rank.ranks
+        torch.testing.assert_close(rank_order_sum(settled), applied, rtol=1e-5, atol=1e-6)
+        assert applied.count_nonzero() > 0
+        run.optimizer.step()
+
+
+@both_sizes
+@every_sparse
+def test_laws_in_training(ranks: int, name: str) -> None:
+    group(ranks).run(keep_the_laws_in_training, name)
+
+
+def train_fifty(rank: Rank, name: str) -> tuple[str, list[float], dict[str, Any], int]:
+    run = Run(rank)
+    sync = attach(run.ddp, name, density=None if name == "dense" else 0.01)
+    run.train(range(50))
+    return run.digest(), run.losses, sync.stats(), len(sync.history())
+
+
+@both_sizes
+@every_method
+def test_replicas_stay_identical(ranks: int, name: str) -> None:
+    digests, losses, stats, lengths = zip(*group(ranks).run(train_fifty, name), strict=True)
+    assert len(set(digests)) == 1
+    assert all(sum(each[-5:]) < sum(each[:5]) for each in losses)
+    assert set(lengths) == {50}
+    if name != "dense":
+        dense_bytes = 8 * stats[0]["entries"] * (ranks - 1) / ranks
+        assert all(0 < each["bytes_sent"] < dense_bytes / 5 for each in stats)
+
+
+# ---- buckets -----------------------------------------------------------------------------------
+
+
+def train_with_cap(rank: Rank, name: str, cap: float) -> tuple[str, str, list[int]]:
+    run = Run(rank, bucket_cap_mb=cap)
+    sync = attach(run.ddp, name, density=0.02)
+    take, cuts = sync._steps.take, [0]
+
+    def count(bucket: Any) -> Any:
+        cuts[-1] += 1
+        if bucket.is_last():
+            cuts.append(0)
+        return take(bucket)
+
+    sync._steps.take = count  # type: ignore[method-assign]
+    run.train(range(6))
+    return run.digest(), digest(owed(sync)), cuts[:-1]
+
+
+@both_sizes
+@every_sparse
+def test_bucket_cut_does_not_matter(ranks: int, name: str) -> None:
+    results = {cap: group(ranks).run(train_with_cap, name, cap) for cap in (25, 0.03, 0.0001)}
+    assert len({model for ranks_ in results.values() for model, _, _ in ranks_}) == 1
+    for rank in range(ranks):
+        assert len({results[cap][rank][1] for cap in results}) == 1
+    cuts = {cap: results[cap][0][2] for cap in results}
+    assert cuts[25] == [1] * 6
+    assert cuts[0.03][0] == 1 and cuts[0.03][1] > 2, "DDP cuts anew after the first step"
+    assert cuts[0.0001][1] > 20
+
+
+# ---- checkpoints -------------------------------------------------------------------------------
+
+
+def interrupted(rank: Rank, name: str, settings: dict[str, Any]) -> None:
+    whole = Run(rank, bucket_cap_mb=0.03)
+    whole_sync = attach(whole.ddp, name, **settings)
+    whole.train(range(20))
+
+    first = Run(rank, bucket_cap_mb=0.03)
+    first_sync = attach(first.ddp, name, **settings)
+    first.train(range(10))
+    file = io.BytesIO()
+    parts = (first.ddp.module.state_dict(), first.optimizer.state_dict(), first_sync.state_dict())
+    torch.save(parts, file)
+
+    def second(with_debt: bool) -> tuple[str, str]:
+        file.seek(0)
+        model, optimizer, state = torch.load(file, weights_only=True)
+        run = Run(rank, bucket_cap_mb=0.03)
+        run.ddp.module.load_state_dict(model)
+        run.optimizer.load_state_dict(optimizer)
+        sync = attach(run.ddp, name, **settings)
+        if with_debt:
+            sync.load_state_dict(state)
+        run.train(range(10, 20))
+        return run.digest(), digest(owed(sync))
+
+    assert second(with_debt=True) == (whole.digest(), digest(owed(whole_sync)))
+    assert second(with_debt=False) != (whole.digest(), digest(owed(whole_sync)))
+
+
+@every_sparse
+def test_resume_is_exact(name: str) -> None:
+    group(3).run(interrupted, name, {"density": 0.01})
+
+
+def test_resume_inside_a_ramp_is_exact() -> None:
+    ramp = {"density": 0.01, "warmup_steps": 4, "ramp_steps": 12}
+    group(3).run(interrupted, "topk, bucket", ramp)
+
+
+# ---- warm-up and ramp --------------------------------------------------------------------------
+
+
+def warm_up(rank: Rank) -> list[float]:
+    run, dense = Run(rank), Run(rank)
+    sync = attach(run.ddp, "topk, model", density=0.001, warmup_steps=3, ramp_steps=4)
+    attach(dense.ddp, "dense")
+    for step in range(5):
+        run.train(range(step, step + 1))
+        dense.train(range(step, step + 1))
+        assert (run.digest() == dense.digest()) == (step < 3)
+    run.train(range(5, 10))
+    return [step["density"] for step in sync.history()]
+
+
+@both_sizes
+def test_warm_up_is_dense_and_the_ramp_geometric(ranks: int) -> None:
+    ramp = [0.001 ** (i / 5) for i in range(1, 5)]
+    for densities in group(ranks).run(warm_up):
+        assert densities == pytest.approx([1, 1, 1, *ramp, 0.001, 0.001, 0.001])
+
+
+# ---- a gradient that is not finite -------------------------------------------------------------
+
+
+def one_bad_gradient(rank: Rank, name: str, bad: float) -> None:
+    ddp = DistributedDataParallel(Dictated(), bucket_cap_mb=0.002)
+    sync = attach(ddp, name, density=0.05)
+    for step in range(5):
+        ddp.zero_grad()
+        gradients = small_integers(ddp.module, rank.rank, step)
+        before, number = owed(sync), sync.state_dict()[f"rank{rank.rank}/step"]
+        if step == 2 and rank.rank == 1:
+            gradients[4][17] = bad
+        ddp(gradients).backward()
+        means = torch.cat([w.grad.flatten() for w in ddp.module.weights])
+        if step == 2:
+            assert not means.isfinite().any()
+            assert torch.equal(owed(sync), before)
+            assert sync.state_dict()[f"rank{rank.rank}/step"] == number
+            assert sync.stats()["finite"] is False
+        else:
+            settled = before + torch.cat([g.flatten() for g in gradients]) - owed(sync)
+            assert torch.equal(means, rank_order_sum(settled) / rank.ranks)
+            assert sync.stats()["finite"] is True
+
+
+@both_sizes
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@every_sparse
+def test_one_bad_gradient_spoils_one_step_everywhere(ranks: int, name: str, bad: float) -> None:
+    group(ranks).run(one_bad_gradient, name, bad)
+
+
+# ---- the handle --------------------------------------------------------------------------------
+
+
+def change_course(rank: Rank) -> None:
+    run = Run(rank)
+    sync = attach(run.ddp, "topk, model", density=0.01)
+    run.train(range(2))
+    assert sync.stats()["density"] == 0.01
+
+    sync.configure(density=0.1, seed=3)
+    run.train(range(2, 3))
+    assert sync.stats()["density"] == 0.1
+    assert sync.stats()["selected"] == round(0.1 * sync.stats()["entries"])
+
+    debt = owed(sync)
+    sync.bypass()
+    alone = run.local_gradient(3)
+    run.backward(3)
+    assert torch.equal(run.mean_gradient(), rank_order_sum(alone) / rank.ranks)
+    assert torch.equal(owed(sync), debt)
+    sync.resume()
+    run.train(range(4, 5))
+    assert sync.stats()["density"] == 0.1
+    assert not torch.equal(owed(sync), debt)
+
+    # Nobody changes anything unless all want the same.
+    debt, state = owed(sync), sync.state_dict()
+    for changes in (
+        {"density": 0.2 if rank.rank else 0.3},
+        {"density": 2.0},
+        {"density": 0.2} if rank.rank else {"colour": "red"},
+        {"colour": "red"},
+        {"feedback": "none"},
+    ):
+        with pytest.raises(ValueError, match=r"density|colour|feedback"):
+            sync.configure(**changes)
+        assert sync.state_dict().keys() == state.keys()
+        assert sync.state_dict()["settings/density"] == "0.1"
+    with pytest.raises(ValueError, match=r"rank 0: bypass\(\).*; rank 1: resume\(\)"):
+        sync.resume() if rank.rank else sync.bypass()
+    assert torch.equal(owed(sync), debt)
+    run.train(range(5, 6))
+    assert sync.stats()["density"] == 0.1
+
+
+@both_sizes
+def test_changes_are_made_by_all_ranks_or_none(ranks: int) -> None:
+    group(ranks).run(change_course)
+
+
+def detach_and_attach(rank: Rank) -> None:
+    run, plain = Run(rank), Run(rank)
+    first = attach(run.ddp, "topk, bucket", density=0.01)
+    run.train(range(3))
+    debt = owed(first)
+    first.detach()
+    first.detach()  # nothing left to do
+    assert "detached" in repr(first)
+    assert torch.equal(owed(first), debt)
+    with pytest.raises(RuntimeError, match="detached"):
+        first.bypass()
+
+    plain.ddp.module.load_state_dict(run.ddp.module.state_dict())
+    for step in range(3, 6):
+        run.backward(step)
+        plain.backward(step)
+        torch.testing.assert_close(run.mean_gradient(), plain.mean_gradient())
+
+    second = attach(run.ddp, "randk", density=0.5)
+    with pytest.raises(RuntimeError, match=r"attached already: detach\(\)"):
+        attach(run.ddp, "randk")
+    run.train(range(6, 8))
+    assert second.stats()["method"] == "randk"
+    assert second.stats()["step"] == 1
+    assert len(first.history()) == 3
+
+
+@both_sizes
+def test_detach_leaves_plain_ddp(ranks: int) -> None:
+    group(ranks).run(detach_and_attach)
+
+
+def look_at_the_handle(rank: Rank) -> str:
+    ddp = DistributedDataParallel(Dictated())
+    sync = attach(ddp, "topk, model", density=0.01)
+    assert sync.history() == []
+    assert sync.stats()["bytes_sent"] == 0
+    for _ in range(1005):
+        ddp(small_integers(ddp.module, rank.rank, 0)).backward()
+    stats, history = sync.stats(), sync.history()
+    assert [step["step"] for step in history] == list(range(5, 1005))
+    assert history[-1] == stats
+    assert stats["method"] == "topk"
+    assert stats["seconds_waited"] > 0
+    assert {type(value) for value in stats.values()} <= {int, float, str, bool, dict}
+    history.clear()
+    stats.clear()
+    assert sync.stats() and sync.history()
+    return repr(sync)
+
+
+def test_stats_history_and_repr() -> None:
+    answers = group(2).run(look_at_the_handle)
+    assert "topk, density 0.01, rank 0 of 2" in answers[0]
+    assert "rank 1 of 2" in answers[1]
+    assert "\n" not in answers[0]
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "topreduce"]
+
+
+def come_and_go(rank: Rank) -> None:
+    gc.collect()
+    before = workers()
+    run = Run(rank)
+    attach(run.ddp, "topk, bucket")
+    run.train(range(2))
+    (worker,) = set(workers()) - set(before)
+    del run
+    gc.collect()
+    worker.join(5)
+    assert not worker.is_alive()
+
+
+def test_a_forgotten_model_leaves_no_thread() -> None:
+    group(2).run(come_and_go)

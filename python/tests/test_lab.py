@@ -1,0 +1,248 @@
+"""The lab: text, model, launcher and training."""
+
+import io
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from topreduce.lab import demo
+from topreduce.lab.gpt import GPT, PRESETS, GPTConfig, preset
+from topreduce.lab.launch import RankError, launch
+from topreduce.lab.progress import progress
+from topreduce.lab.text import load_text
+from topreduce.lab.train import (
+    TrainOptions,
+    TrainResult,
+    learning_rate,
+    ring_bytes,
+    train_rank,
+)
+
+TINY = GPTConfig(layers=2, width=16, heads=2, context=8)
+
+# ---- text -----------------------------------------------------------------------------------
+
+
+def test_text_survives_the_round_trip() -> None:
+    text = load_text()
+    written = "First Citizen:\nSpeak, speak; 'tis 3 o'clock!"
+    assert text.decode(text.encode(written)) == written
+    assert text.decode(torch.arange(65)) == text.characters
+
+
+def test_unknown_characters_are_named() -> None:
+    with pytest.raises(ValueError, match="€"):
+        load_text().encode("5 €")
+
+
+def test_a_tenth_of_the_text_is_kept_back() -> None:
+    text = load_text()
+    whole = len(text.training) + len(text.validation)
+    assert whole == 1115394
+    assert len(text.validation) / whole == pytest.approx(0.1, abs=1e-4)
+
+
+def test_batches_depend_on_seed_rank_and_step_alone() -> None:
+    text = load_text()
+
+    def draw(seed: int, rank: int, step: int) -> bytes:
+        inputs, targets = text.training_batch(4, 16, seed=seed, rank=rank, step=step)
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+        return bytes(inputs.numpy())
+
+    before = torch.get_rng_state()
+    keys = [(seed, rank, step) for seed in (0, 1) for rank in (0, 1) for step in (0, 1)]
+    drawn = [draw(*key) for key in keys]
+    assert len(set(drawn)) == len(keys)
+    assert [draw(*key) for key in keys] == drawn
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_validation_batches_cover_the_whole_part() -> None:
+    text = load_text()
+    batches = list(text.validation_batches(3, 5, 16))
+    assert [inputs.shape for inputs, _ in batches] == [(5, 16)] * 3
+    assert torch.equal(batches[0][0][0], text.validation[:16])
+    assert torch.equal(batches[-1][1][-1], text.validation[-16:])
+
+
+# ---- model ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("gpt:0.6m", 0.6e6), ("gpt:1m", 1e6), ("gpt:10m", 10.7e6)]
+)
+def test_presets_have_the_size_they_name(name: str, parameters: float) -> None:
+    assert name in PRESETS
+    model = GPT(preset(name))
+    assert sum(each.numel() for each in model.parameters()) == pytest.approx(parameters, rel=0.1)
+
+
+def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"gpt:2m.*gpt:0\.6m"):
+        preset("gpt:2m")
+
+
+def test_the_model_does_not_see_what_follows() -> None:
+    model = GPT(TINY)
+    ids = torch.arange(8)[None]
+    changed = ids.clone()
+    changed[0, 5:] = 60
+    before, after = model(ids), model(changed)
+    assert torch.allclose(before[:, :5], after[:, :5], atol=1e-6)
+    assert not torch.allclose(before[:, 5:], after[:, 5:], atol=1e-6)
+
+
+def test_weights_follow_the_seed() -> None:
+    same, again, other = (GPT(TINY, seed=seed).head.weight for seed in (3, 3, 4))
+    assert torch.equal(same, again)
+    assert not torch.equal(same, other)
+
+
+def test_generated_text_has_the_length_asked_for() -> None:
+    text, model = load_text(), GPT(TINY)
+    written = [text.decode(model.generate(30, seed)) for seed in (1, 1, 2)]
+    assert [len(each) for each in written] == [30, 30, 30]
+    assert written[0] == written[1] != written[2]
+
+
+# ---- training -------------------------------------------------------------------------------
+
+
+def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
+    options = TrainOptions(steps=200, learning_rate=1.0)
+    rates = [learning_rate(options, step) for step in range(200)]
+    assert rates[0] < 0.1
+    assert max(rates) == pytest.approx(1, abs=0.05)
+    assert rates[-1] == pytest.approx(0.1, abs=0.01)
+    assert rates.index(max(rates)) < 25
+
+
+def test_constant_learning_rate_stays() -> None:
+    options = TrainOptions(steps=200, learning_rate=1.0, schedule="constant")
+    assert learning_rate(options, 100) == learning_rate(options, 199) == 1
+
+
+def test_bytes_of_a_ring() -> None:
+    assert [ring_bytes(1000, ranks) for ranks in (1, 2, 4)] == [0, 4000, 6000]
+
+
+def train_with_both(
+    rank: int, world_size: int, options: list[TrainOptions], report: Callable[[object], None]
+) -> list[TrainResult]:
+    return [train_rank(rank, world_size, each, report) for each in options]
+
+
+def test_two_processes_train_with_and_without_us() -> None:
+    plain = TrainOptions(method="ddp", steps=6, batch=2, context=16, sample=20)
+    sparse = TrainOptions(
+        method="topk", attach={"density": 0.01}, steps=6, batch=2, context=16, sample=20
+    )
+    reports: list[object] = []
+    ranks = launch(train_with_both, 2, [plain, sparse], reports.append)
+    assert len(reports) == 12
+    for first, second in zip(*ranks, strict=True):
+        assert all(math.isfinite(loss) for loss in first.losses + second.losses)
+        assert first.losses != second.losses
+        assert first.validation_loss == second.validation_loss, "the replicas differ"
+        assert first.validation_loss < math.log(65)
+        assert len(first.sample) == 20
+    ddp, topk = ranks[0]
+    assert (ddp.bytes_are, topk.bytes_are) == ("computed for a ring", "counted")
+    assert 0 < max(topk.bytes_sent) < 0.1 * min(ddp.bytes_sent)
+
+
+# ---- launcher -------------------------------------------------------------------------------
+
+
+def end_early(rank: int, world_size: int, how: str, report: Callable[[int], None]) -> None:
+    report(os.getpid())
+    dist.barrier()
+    if rank == 1 and how == "raise":
+        raise ValueError("no such luck")
+    if rank == 1 and how == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(300 if how == "sleep" else 0)
+    dist.barrier()
+
+
+def assert_gone(pids: list[int]) -> None:
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(("how", "words"), [("raise", "no such luck"), ("die", "SIGKILL")])
+def test_a_failing_rank_is_shown_and_ends_the_others(how: str, words: str) -> None:
+    pids: list[int] = []
+    with pytest.raises(RankError, match=words) as caught:
+        launch(end_early, 2, how, pids.append)
+    assert caught.value.rank == 1
+    assert ("in end_early" in str(caught.value)) == (how == "raise")
+    assert_gone(pids)
+
+
+def test_an_interrupt_ends_the_ranks() -> None:
+    pids: list[int] = []
+
+    def interrupt_at_the_second(pid: int) -> None:
+        pids.append(pid)
+        if len(pids) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch(end_early, 2, "sleep", interrupt_at_the_second)
+    assert_gone(pids)
+
+
+def test_a_launch_needs_a_rank() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        launch(end_early, 0, "raise")
+
+
+# ---- demo -----------------------------------------------------------------------------------
+
+
+def test_progress_off_a_terminal_is_plain_lines() -> None:
+    written = io.StringIO()
+    with progress(Console(file=written), "topk 1%", 1000) as advance:
+        for step in range(1, 1001):
+            advance(step, "loss 2.00")
+    assert written.getvalue() == "topk 1%: step 1000 of 1000, loss 2.00\n"
+
+
+def test_demo_writes_table_text_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "demo.json"
+    asked = "--methods topk --ranks 2 --steps 3 --batch 1 --density 0.02 --json"
+    assert demo.main([*asked.split(), str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "topk 2%" in printed
+    assert "written by the model" in printed
+    assert all(each.isprintable() or each == "\n" for each in printed)
+    (run,) = json.loads(file.read_text())["runs"]
+    assert run["bytes_sent"] > run["bytes_last_step"] > 0
+    assert run["saves_last_step"] > 10
+
+
+def test_demo_shows_why_a_rank_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(["--methods", "tpok", "--ranks", "1", "--steps", "1"]) == 1
+    assert "tpok" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [["--density", "0"], ["--steps", "0"], ["--model", "gpt:2m"]])
+def test_demo_refuses_wrong_numbers(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        demo.main(wrong)
+    assert caught.value.code == 2

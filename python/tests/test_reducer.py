@@ -1,0 +1,358 @@
+"""The Python face of a step: in place or not at all, and every mistake has its words."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from stepping import Floats, run_step, snapshot
+from transport import alone
+
+import topreduce
+from topreduce import Communicator, Layout, Reducer, run_ranks
+
+LAYOUT = Layout([("weight", (4, 5)), ("bias", (5,)), ("scale", ())])
+SIZE = 26
+EVERYTHING = [0, 1, 2]
+METHODS = [method["name"] for method in topreduce.methods()]
+
+
+def gradient(seed: int = 0, size: int = SIZE) -> Floats:
+    return np.random.default_rng(seed).normal(size=size).astype(np.float32)
+
+
+def used_reducer(**settings: Any) -> Reducer:
+    """One that owes something."""
+    reducer = Reducer(LAYOUT, "topk", density=0.2, **settings)
+    run_step(reducer, alone(), gradient(), [EVERYTHING])
+    return reducer
+
+
+# ---- a step -------------------------------------------------------------------------------------
+
+
+def test_the_mean_is_written_into_the_callers_array() -> None:
+    def body(comm: Communicator) -> tuple[int, Floats]:
+        reducer = Reducer(LAYOUT, "dense")
+        mine = gradient(comm.rank)
+        address = mine.ctypes.data
+        reducer.begin(comm)
+        reducer.add(EVERYTHING, mine)
+        reducer.finish()
+        return mine.ctypes.data - address, mine
+
+    for moved, mean in run_ranks(2, body):
+        assert moved == 0
+        assert mean.tolist() == ((gradient(0) + gradient(1)) / np.float32(2)).tolist()
+
+
+def test_buckets_may_be_views_of_one_buffer() -> None:
+    buffer = gradient()
+    whole = buffer.copy()
+    reducer = Reducer(LAYOUT, "topk", density=1)
+    reducer.begin(alone())
+    reducer.add([1, 2], buffer[20:])
+    reducer.add([0], buffer[:20])
+    assert buffer.tolist() == whole.tolist(), "nothing is written before finish"
+    reducer.finish()
+    assert buffer.tolist() == whole.tolist(), "of one rank, at density 1"
+
+
+def test_arrays_live_as_long_as_the_step_needs_them() -> None:
+    reducer = Reducer(LAYOUT, "topk", granularity="model", density=0.5)
+    reducer.begin(alone())
+    reducer.add(EVERYTHING, np.ones(SIZE, np.float32))
+    rubbish = [np.full(SIZE, np.nan, np.float32) for _ in range(100)]
+    assert reducer.finish().finite
+    assert len(rubbish) == 100
+
+
+def test_owed_is_a_copy_in_the_parameters_shape() -> None:
+    reducer = used_reducer()
+    owed = reducer.owed("weight")
+    assert (owed.shape, owed.dtype) == ((4, 5), np.dtype(np.float32))
+    assert owed.any()
+    before = snapshot(reducer)
+    owed[:] = 7
+    assert snapshot(reducer) == before
+    assert reducer.owed("scale").shape == ()
+    with pytest.raises(ValueError, match="no parameter is called 'wight'"):
+        reducer.owed("wight")
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("granularity", ["model", "bucket"])
+def test_a_step_that_is_not_finite_changes_nothing(granularity: str, bad: float) -> None:
+    reducer = used_reducer(granularity=granularity)
+    before = snapshot(reducer)
+    spoiled = gradient(1)
+    spoiled[11] = bad
+    mean, stats = run_step(reducer, alone(), spoiled, [[0], [1, 2]])
+    assert np.isnan(mean).all()
+    assert not stats.finite
+    assert snapshot(reducer) == before
+
+
+def test_abandon_leaves_everything_as_it_was() -> None:
+    reducer = used_reducer()
+    before = snapshot(reducer)
+    mine = gradient(1)
+    reducer.begin(alone())
+    reducer.add(EVERYTHING, mine)
+    reducer.abandon()
+    assert mine.tolist() == gradient(1).tolist()
+    assert snapshot(reducer) == before
+    run_step(reducer, alone(), mine, [EVERYTHING])
+
+
+def test_bypass_and_resume() -> None:
+    reducer = used_reducer()
+    owed = reducer.owed("weight")
+    reducer.bypass()
+    assert (reducer.bypassed, reducer.density) == (True, 1)
+    mean, _ = run_step(reducer, alone(), gradient(1), [EVERYTHING])
+    assert mean.tolist() == gradient(1).tolist()
+    assert reducer.owed("weight").tolist() == owed.tolist()
+    reducer.resume()
+    assert (reducer.bypassed, reducer.density) == (False, 0.2)
+
+
+def test_configure_changes_settings_and_keeps_what_is_owed() -> None:
+    reducer = used_reducer()
+    owed = reducer.owed("weight")
+    reducer.configure(density=0.5, granularity="model")
+    assert reducer.density == 0.5
+    assert reducer.spec["select"] == "topk"
+    assert reducer.owed("weight").tolist() == owed.tolist()
+    for wrong in ({"density": 2}, {"densty": 0.1}, {"feedback": "none"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            reducer.configure(**wrong)
+    assert reducer.density == 0.5
+
+
+# ---- mistakes -----------------------------------------------------------------------------------
+
+
+def read_only(array: Floats) -> Floats:
+    array.flags.writeable = False
+    return array
+
+
+WRONG_ARRAYS: dict[str, tuple[Callable[[Floats], Any], str]] = {
+    "float64": (lambda array: array.astype(np.float64), "float32"),
+    "float16": (lambda array: array.astype(np.float16), "float32"),
+    "integers": (lambda array: array.astype(np.int32), "float32"),
+    "foreign byte order": (lambda array: array.astype(">f4"), "float32"),
+    "two dimensions": (lambda array: array.reshape(2, 13), "one dimension, not 2"),
+    "no dimension": (lambda array: array[0:1].reshape(()), "one dimension, not 0"),
+    "strided": (lambda array: np.repeat(array, 2)[::2], "contiguous"),
+    "reversed": (lambda array: array[::-1], "contiguous"),
+    "read-only": (read_only, "read-only"),
+    "too short": (lambda array: array[:-1], "25 entries, its parameters have 26"),
+    "too long": (lambda array: np.append(array, array[:1]), "27 entries, its parameters have 26"),
+    "a list": (lambda array: array.tolist(), "NumPy array or CPU tensor"),
+    "nothing": (lambda array: None, "NumPy array or CPU tensor"),
+}
+
+
+@pytest.mark.parametrize("granularity", ["model", "bucket"])
+@pytest.mark.parametrize("kind", WRONG_ARRAYS)
+def test_a_wrong_array_is_refused_not_copied(kind: str, granularity: str) -> None:
+    make, words = WRONG_ARRAYS[kind]
+    reducer = used_reducer(granularity=granularity)
+    before = snapshot(reducer)
+    wrong = make(gradient(1))
+    content = np.array(wrong).tolist()
+    reducer.begin(alone())
+    with pytest.raises(ValueError, match=words):
+        reducer.add(EVERYTHING, wrong)
+    assert np.array(wrong).tolist() == content
+    with pytest.raises(ValueError, match="no step is open"):
+        reducer.finish()
+    assert snapshot(reducer) == before
+    run_step(reducer, alone(), gradient(1), [EVERYTHING])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ([0, 1, 1], "'bias' was added twice in step 1"),
+        ([0, 1, 3], "no parameter 3; the layout has 3"),
+        ([0, 1, -1], "list of numbers"),
+        ([0, 1, 0.5], "list of numbers"),
+        ("012", "list of numbers"),
+        (None, "list of numbers"),
+    ],
+)
+def test_wrong_parameters(parameters: Any, words: str) -> None:
+    reducer = used_reducer()
+    before = snapshot(reducer)
+    reducer.begin(alone())
+    with pytest.raises(ValueError, match=words):
+        reducer.add(parameters, gradient())
+    assert snapshot(reducer) == before
+
+
+def test_a_bucket_twice() -> None:
+    reducer = used_reducer()
+    before = snapshot(reducer)
+    reducer.begin(alone())
+    reducer.add([1, 2], gradient(size=6))
+    with pytest.raises(ValueError, match="'scale' was added twice in step 1"):
+        reducer.add([0, 2], gradient(size=21))
+    assert snapshot(reducer) == before
+
+
+def test_a_bucket_missing() -> None:
+    reducer = used_reducer()
+    before = snapshot(reducer)
+    mine = gradient(size=6)
+    reducer.begin(alone())
+    reducer.add([1, 2], mine)
+    with pytest.raises(ValueError, match="missing 1 of 3 parameters: weight"):
+        reducer.finish()
+    assert mine.tolist() == gradient(size=6).tolist()
+    assert snapshot(reducer) == before
+
+
+def test_calls_in_the_wrong_order() -> None:
+    reducer = used_reducer()
+    with pytest.raises(ValueError, match="add: no step is open; call begin first"):
+        reducer.add(EVERYTHING, gradient())
+    with pytest.raises(ValueError, match="finish: no step is open; call begin first"):
+        reducer.finish()
+    reducer.begin(alone())
+    for call in (reducer.state, reducer.configure, reducer.bypass, lambda: reducer.begin(alone())):
+        with pytest.raises(ValueError, match="open"):
+            call()
+    reducer.add(EVERYTHING, gradient())
+    assert reducer.finish().step == 1, "none of them closed the step"
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, np.inf, np.nan])
+def test_a_wrong_loss_scale(scale: float) -> None:
+    with pytest.raises(ValueError, match="loss_scale must be a positive number"):
+        Reducer(LAYOUT, "topk").begin(alone(), loss_scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"densty": 0.1}, "'densty'; did you mean 'density'"),
+        ({"density": 0}, r"density=0 must be a number in \(0, 1\]"),
+        ({"density": 1.5}, r"density=1.5 must be a number in \(0, 1\]"),
+        ({"density": "much"}, "density=much must be a number"),
+        ({"density": np.nan}, "density=nan must be a number"),
+        ({"granularity": "layer"}, "granularity=layer must be one of model"),
+        ({"values": "int3"}, "values=int3 must be one of fp32"),
+        ({"seed": -1}, "seed=-1 must be a whole number"),
+        ({"warmup_steps": 1.5}, "warmup_steps=1.5 must be a whole number"),
+        ({"keep_dense": "norm*"}, "no parameter is called 'norm\\*'"),
+        ({"select": "carryed"}, "unknown select 'carryed'; did you mean 'carried'"),
+        ({"select": "carried:gain=2"}, r"gain=2 must be a number in \[0, 1\]"),
+        ({"select": "carried:strength=1"}, "'strength'.* known: gain"),
+        ({"select": "carried:gain"}, "name=value"),
+        ({"select": "topk"}, "needs granularity=model"),
+        ({"feedback": "residuum"}, "unknown feedback 'residuum'; did you mean 'residual'"),
+        ({"exchange": "randk", "select": "topk"}, "decides itself what is sent"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Reducer(LAYOUT, "topk", **settings)
+
+
+def test_wrong_methods() -> None:
+    with pytest.raises(ValueError, match="unknown method 'topkk'; did you mean 'topk'"):
+        Reducer(LAYOUT, "topkk")
+    with pytest.raises(ValueError, match="must start with a name"):
+        Reducer(LAYOUT, ":density=0.1")
+    with pytest.raises(ValueError, match=r"sends everything; leave out density=0\.1"):
+        Reducer(LAYOUT, "dense", density=0.1)
+
+
+def test_settings_in_a_spec_and_by_name_are_the_same() -> None:
+    by_name = Reducer(LAYOUT, "topk", density=0.1, select="carried:gain=0.2", seed=None)
+    in_a_spec = Reducer(LAYOUT, "topk:density=0.1,select=(carried:gain=0.2)")
+    assert by_name.spec == in_a_spec.spec
+    assert by_name.spec["select"] == "carried:gain=0.2"
+    assert by_name.spec["method"] == "topk"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_catalog_names_every_setting_and_its_default(method: str) -> None:
+    listed = next(item for item in topreduce.methods() if item["name"] == method)
+    spec = Reducer(LAYOUT, method).spec
+    common = {each["name"]: each["default"] for each in listed["settings"] if "stage" not in each}
+    assert spec.keys() - {"method"} == common.keys()
+    for name, value in spec.items() - {("density", "1")}:
+        if common.get(name):
+            assert value == common[name]
+
+
+# ---- the layout ---------------------------------------------------------------------------------
+
+
+def test_layout() -> None:
+    assert (len(LAYOUT), LAYOUT.size) == (3, SIZE)
+    assert LAYOUT.names == ["weight", "bias", "scale"]
+    assert LAYOUT.sizes == [20, 5, 1]
+    assert LAYOUT.shapes == [[4, 5], [5], []]
+    with pytest.raises(ValueError, match="two parameters are called 'weight'"):
+        Layout([("weight", (1,)), ("weight", (2,))])
+    with pytest.raises(ValueError, match="'weight' is too large"):
+        Layout([("weight", (2**40, 2**40))])
+
+
+# ---- what a step cost ---------------------------------------------------------------------------
+
+FIELDS: dict[str, type] = {
+    "step": int,
+    "entries": int,
+    "budget": int,
+    "selected": int,
+    "delivered": int,
+    "bytes_sent": int,
+    "bytes_received": int,
+    "rounds": int,
+    "kept_energy": float,
+    "owed_norm": float,
+    "finite": bool,
+    "seconds": dict,
+}
+
+
+def test_stats_are_plain_values() -> None:
+    reducer = used_reducer()
+    stats = reducer.stats
+    as_dict = stats.as_dict()
+    assert {name: type(value) for name, value in as_dict.items()} == FIELDS
+    assert all(getattr(stats, name) == value for name, value in as_dict.items())
+    assert json.loads(json.dumps(as_dict)) == as_dict
+    assert stats.seconds.keys() == {"look", "choose", "pack", "network", "unpack", "commit"}
+    with pytest.raises(AttributeError):
+        stats.step = 3  # type: ignore[misc]
+
+    run_step(reducer, alone(), gradient(1), [EVERYTHING])
+    assert (stats.step, reducer.stats.step) == (0, 1), "they are of the step they came from"
+    del reducer
+    assert stats.as_dict() == as_dict
+
+
+def test_stats_of_a_step() -> None:
+    def body(comm: Communicator) -> tuple[dict[str, Any], float]:
+        reducer = Reducer(LAYOUT, "topk", density=0.2, granularity="model", keep_dense="scale")
+        _, stats = run_step(reducer, comm, gradient(comm.rank), [EVERYTHING])
+        owed = [reducer.owed(name).ravel() for name in LAYOUT.names]
+        return stats.as_dict(), float(np.linalg.norm(np.concatenate(owed)))
+
+    for rank, (stats, owed_norm) in enumerate(run_ranks(2, body)):
+        assert (stats["step"], stats["entries"], stats["budget"]) == (0, SIZE, 5 + 1)
+        assert stats["selected"] == stats["budget"]
+        assert stats["budget"] <= stats["delivered"] <= 2 * 5 + 1
+        assert stats["bytes_sent"] > 0
+        assert stats["rounds"] == 3, "one to gather, two for what is kept dense"
+        assert stats["owed_norm"] == pytest.approx(owed_norm, rel=1e-4)
+        energy = float((gradient(rank) ** 2).sum())
+        assert stats["kept_energy"] == pytest.approx(1 - owed_norm**2 / energy, rel=1e-4)

@@ -1,0 +1,135 @@
+"""The command ``topreduce``."""
+
+import argparse
+import difflib
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+
+from topreduce import __version__, catalog
+from topreduce.catalog import Item
+
+_WIDEST = 110
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 2 if the command line was wrong."""
+    parser = argparse.ArgumentParser(
+        prog="topreduce",
+        description="Averages gradients over slow networks: sends the entries that matter.",
+    )
+    parser.add_argument("--version", action="version", version=f"topreduce {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    _add_methods(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        for line in arguments.run(arguments):
+            print(line)
+        sys.stdout.flush()
+    except ValueError as error:
+        print(f"topreduce {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, `head` for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+# ---- topreduce methods --------------------------------------------------------------------------
+
+
+def _add_methods(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "methods",
+        help="what there is: every method, its stages and its settings",
+        description="Shows every method, or one: its stages, what it does, its settings.",
+    )
+    parser.add_argument("name", nargs="?", help="only this method")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="for machines: topreduce.methods()")
+    form.add_argument("--markdown", action="store_true", help="the table of the README")
+    parser.set_defaults(run=_methods)
+
+
+def _methods(arguments: argparse.Namespace) -> Iterable[str]:
+    methods = catalog.methods()
+    if arguments.name is not None:
+        methods = [_find(methods, arguments.name)]
+    if arguments.json:
+        return [json.dumps(methods, indent=2)]
+    if arguments.markdown:
+        return _markdown(methods)
+    return _describe(methods)
+
+
+def _find(methods: list[Item], name: str) -> Item:
+    names = [method["name"] for method in methods]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise ValueError(f"unknown method '{name}'; {hint}known: {', '.join(names)}")
+    return methods[names.index(name)]
+
+
+def _describe(methods: list[Item]) -> Iterator[str]:
+    width = min(_WIDEST, shutil.get_terminal_size().columns)
+    for method in methods:
+        yield method["name"]
+        yield from _hanging("  ", method["summary"], width)
+        selects = catalog.selects(method)
+        for kind, stage in catalog.stages(method):
+            when = f" (granularity {selects[stage['name']]})" if kind == "select" else ""
+            yield from _hanging(
+                f"  {kind:<9} ", f"{stage['name']}{when}: {stage['summary']}", width
+            )
+        if method["paper"]:
+            yield from _hanging("  paper     ", method["paper"], width)
+        own = [setting for setting in method["settings"] if "stage" in setting]
+        yield from _table(own, width)
+        yield ""
+    yield "settings of every method"
+    yield from _table(catalog.common_settings(), width)
+
+
+def _table(settings: list[Item], width: int) -> Iterator[str]:
+    """Name, default, range and meaning of each, in columns as wide as needed."""
+    rows = [
+        (each["name"], each["default"] or "-", catalog.allowed(each), _meaning(each))
+        for each in settings
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
+    for *cells, meaning in rows:
+        padded = [f"{cell:<{wide}}" for cell, wide in zip(cells, widths, strict=True)]
+        yield from _hanging(f"    {'  '.join(padded)}  ", meaning, width)
+
+
+def _meaning(setting: Item) -> str:
+    return (
+        f"{setting['meaning']} [{setting['stage']}]" if "stage" in setting else setting["meaning"]
+    )
+
+
+def _hanging(first: str, text: str, width: int) -> list[str]:
+    """`text` beside `first`, further lines below it."""
+    room = max(30, width - len(first))
+    lines = textwrap.wrap(text, room, break_on_hyphens=False)
+    return [(first if i == 0 else " " * len(first)) + line for i, line in enumerate(lines)]
+
+
+def _markdown(methods: list[Item]) -> Iterator[str]:
+    yield "<!-- methods -->"
+    yield "| method | feedback | select | exchange | what it does |"
+    yield "|---|---|---|---|---|"
+    for method in methods:
+        selects = catalog.selects(method)
+        chosen = "; ".join(f"`{name}` ({when})" for name, when in selects.items()) or "-"
+        cells = [f"`{method['name']}`", f"`{method['feedback']}`", chosen]
+        cells += [f"`{method['exchange']}`", method["summary"]]
+        yield f"| {' | '.join(cells)} |"
+    yield "<!-- /methods -->"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

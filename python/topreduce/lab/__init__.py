@@ -1,0 +1,1 @@
+"""Training and measuring on one machine: the demo and what it is made of."""

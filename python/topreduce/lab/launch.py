@@ -1,0 +1,227 @@
+"""Ranks as processes of this machine: start them, hear them, leave none behind."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, resource_tracker
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+Options = TypeVar("Options")
+Report = TypeVar("Report")
+Result = TypeVar("Result")
+Body = Callable[[int, int, Options, Callable[[Report], None]], Result]
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=5)
+SECONDS_AFTER_FAILURE = 1.0  # to hear every rank's complaint and find the one that began
+SECONDS_TO_END = 30.0
+
+
+class RankError(RuntimeError):
+    """A rank raised or died; the message holds its traceback."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} {reason}")
+        self.rank = rank
+
+
+def launch(
+    body: Body[Options, Report, Result],
+    world_size: int,
+    options: Options,
+    on_report: Callable[[Report], None] = lambda report: None,
+) -> list[Result]:
+    """Run `body(rank, world_size, options, report)` in processes joined by a Gloo group.
+
+    Returns the results by rank; what a body reports arrives at `on_report` as it goes. The body
+    must be importable by name, and what it takes and gives is pickled. When this call is over,
+    for whatever reason, so are its processes.
+    """
+    if world_size < 1:
+        raise ValueError(f"launch: world_size must be at least 1, not {world_size}")
+    ranks: list[_Rank] = []
+    with tempfile.TemporaryDirectory(prefix="topreduce-") as folder:
+        try:
+            with _interrupts_held_back():
+                for rank in range(world_size):
+                    ranks.append(_Rank(rank, world_size, Path(folder), body, options))
+            _listen(ranks, on_report)
+        finally:
+            for one in ranks:
+                one.end()
+    return [one.result for one in ranks]
+
+
+# ---- in the parent --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Reported:
+    value: Any
+
+
+@dataclass(frozen=True)
+class _Returned:
+    value: Any
+
+
+@dataclass(frozen=True)
+class _Failed:
+    reason: str
+    when: float  # on the machine's clock: the first failure is the cause of the others
+
+
+class _Rank:
+    """A rank's process, and what was heard of it."""
+
+    def __init__(
+        self, rank: int, world_size: int, folder: Path, body: Body[Any, Any, Any], options: Any
+    ) -> None:
+        self.rank = rank
+        self.talks = True
+        self.returned = False
+        self.result: Any = None
+        self.failure: _Failed | None = None
+        self._output = folder / f"output-{rank}"
+        spawn = multiprocessing.get_context("spawn")
+        self.pipe, sender = spawn.Pipe(duplex=False)
+        self._process = spawn.Process(
+            target=_run,
+            args=(rank, world_size, folder / "meeting", self._output, sender, body, options),
+            name=f"topreduce-rank-{rank}",
+            daemon=True,
+        )
+        self._process.start()
+        sender.close()  # so that the rank's death ends its pipe
+
+    def hear(self, on_report: Callable[[Any], None]) -> None:
+        """Take one message, or notice the end of the process."""
+        try:
+            message = self.pipe.recv()
+        except (EOFError, OSError):
+            self.talks = False
+            self._process.join(SECONDS_TO_END)
+            code = self._process.exitcode
+            if code != 0 and self.failure is None:
+                self.failure = _Failed(f"died: {_cause(code)}\n{self._last_output()}", when=0.0)
+            return
+        if isinstance(message, _Reported):
+            on_report(message.value)
+        elif isinstance(message, _Returned):
+            self.returned, self.result = True, message.value
+        else:
+            self.failure = message
+
+    def end(self) -> None:
+        """Make sure that the process is gone."""
+        self._process.kill()
+        self._process.join()
+        self.pipe.close()
+
+    def _last_output(self) -> str:
+        if not self._output.exists():
+            return ""
+        return "\n".join(self._output.read_text(errors="replace").splitlines()[-40:])
+
+
+def _cause(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _listen(ranks: Sequence[_Rank], on_report: Callable[[Any], None]) -> None:
+    deadline: float | None = None
+    while talking := {one.pipe: one for one in ranks if one.talks}:
+        if deadline is None and any(one.failure for one in ranks):
+            deadline = time.monotonic() + SECONDS_AFTER_FAILURE
+        elif deadline is None and all(one.returned for one in ranks):
+            deadline = time.monotonic() + SECONDS_TO_END
+        seconds_left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = connection.wait(list(talking), seconds_left)
+        if not ready:
+            break
+        for pipe, one in talking.items():
+            if pipe in ready:
+                one.hear(on_report)
+
+    failures = [(one.failure.when, one.rank, one.failure.reason) for one in ranks if one.failure]
+    if failures:
+        _, rank, reason = min(failures)
+        raise RankError(rank, reason)
+    for one in talking.values():
+        raise RankError(one.rank, f"returned but did not end within {SECONDS_TO_END:.0f} s")
+
+
+@contextlib.contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    # Children inherit the blocked signal: Ctrl-C reaches this process alone, which ends them.
+    resource_tracker.ensure_running()  # started later, it would lift the block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# ---- in a rank's process --------------------------------------------------------------------
+
+
+def _run(
+    rank: int,
+    world_size: int,
+    meeting_file: Path,
+    output: Path,
+    pipe: connection.Connection[Any, Any],
+    body: Body[Any, Any, Any],
+    options: Any,
+) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _redirect_output(output)
+    if loopback := {"lo", "lo0"}.intersection(name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())
+    try:
+        # A file instead of a port: no two launches can meet.
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{meeting_file}",
+            rank=rank,
+            world_size=world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+        result = body(rank, world_size, options, lambda report: pipe.send(_Reported(report)))
+        dist.destroy_process_group()
+        pipe.send(_Returned(result))
+    except BaseException:
+        pipe.send(_Failed(f"raised\n{traceback.format_exc()}", time.monotonic()))
+        os._exit(1)  # at once: closed sockets release the peers, and no thread is waited for
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _redirect_output(output: Path) -> None:
+    # Libraries write to the terminal from native code, across the parent's progress bar.
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    faulthandler.enable()

@@ -1,0 +1,204 @@
+"""One line on a DDP model: checks, wiring, and the one hook that DDP lets us register."""
+
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from topreduce import Layout, Reducer
+from topreduce.torch.process_group import GroupCommunicator
+from topreduce.torch.steps import Steps
+from topreduce.torch.sync import Sync, as_setting, concur
+
+_TIMEOUT = timedelta(minutes=5)
+_REMEDY = "wrap the model in a new DistributedDataParallel and attach to that"
+
+
+class _Dispatcher:
+    """Whom DDP's hook serves. DDP cannot remove a hook, so it stays when the handle goes."""
+
+    def __init__(self, ddp: DistributedDataParallel | None = None) -> None:
+        # Weak: DDP's C++ part owns this object, where the garbage collector sees no cycle.
+        self._ddp = weakref.ref(ddp) if ddp is not None else None
+        self.steps: Steps | None = None
+
+    def reduce(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        if self.steps is not None:
+            return self.steps.take(bucket)
+        ddp = self._ddp() if self._ddp is not None else None
+        return allreduce_hook(ddp.process_group if ddp is not None else dist.group.WORLD, bucket)
+
+    def release(self) -> None:
+        self.steps = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Dispatcher, ()  # a copy of the DDP model is not attached
+
+
+_dispatchers: "weakref.WeakKeyDictionary[DistributedDataParallel, _Dispatcher]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _hook(state: _Dispatcher, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    return state.reduce(bucket)
+
+
+def attach(
+    ddp: DistributedDataParallel,
+    method: str = "topk",
+    *,
+    density: float | None = None,
+    granularity: str | None = None,
+    values: str | None = None,
+    feedback: str | None = None,
+    select: str | None = None,
+    keep_dense: str | Sequence[str] = (),
+    warmup_steps: int = 0,
+    ramp_steps: int = 0,
+    seed: int = 0,
+    timeout: timedelta = _TIMEOUT,
+    **settings: object,
+) -> Sync:
+    """Averages the gradients of `ddp` by `method` from the next backward pass on.
+
+    Collective over the ranks of the model's process group; if one refuses, or they differ in model,
+    method, settings or version, all of them raise and nothing is attached. What is None has the
+    method's default; `topreduce methods` lists them. The first `warmup_steps` are dense, then
+    the density falls geometrically over `ramp_steps`. `keep_dense`: patterns such as "*norm*" for
+    parameters that are never cut. `timeout`: how long to wait for a silent peer.
+    """
+    _check_type(ddp)
+    dispatcher = _dispatchers.get(ddp)
+    if dispatcher is not None and dispatcher.steps is not None:
+        raise RuntimeError("this model is attached already: detach() the handle first")
+    given = {
+        "density": density,
+        "granularity": granularity,
+        "values": values,
+        "feedback": feedback,
+        "select": select,
+        "keep_dense": as_setting(keep_dense) or None,
+        "warmup_steps": warmup_steps,
+        "ramp_steps": ramp_steps,
+        "seed": seed,
+        **settings,
+    }
+    comm = GroupCommunicator(ddp.process_group, timeout if _is_valid(timeout) else _TIMEOUT)
+    try:
+        reducer, numbers = _prepare_together(comm, ddp, method, given, timeout)
+        reducer.agree(comm)
+    except BaseException as error:
+        comm.close(f"attach: {error}")
+        raise
+    if dispatcher is None:
+        dispatcher = _dispatchers[ddp] = _Dispatcher(ddp)
+        ddp.register_comm_hook(dispatcher, _hook)
+    dispatcher.steps = Steps(reducer, comm, numbers)
+    return Sync(reducer, comm, dispatcher.steps, dispatcher.release)
+
+
+def _prepare_together(
+    comm: GroupCommunicator,
+    ddp: DistributedDataParallel,
+    method: str,
+    given: dict[str, object],
+    timeout: timedelta,
+) -> tuple[Reducer, dict[int, int]]:
+    """`_prepare` on all ranks or on none: a rank that refuses leaves nobody waiting."""
+    refusal: Exception | None = None
+    try:
+        prepared = _prepare(ddp, method, given, timeout)
+    except Exception as error:
+        refusal = error
+    try:
+        concur(comm, "ready" if refusal is None else f"{type(refusal).__name__}: {refusal}")
+    except ValueError:
+        if refusal is None:
+            raise
+    if refusal is not None:
+        raise refusal
+    return prepared
+
+
+def _prepare(
+    ddp: DistributedDataParallel, method: str, given: dict[str, object], timeout: timedelta
+) -> tuple[Reducer, dict[int, int]]:
+    """A reducer for the model, and the number that each parameter, by its id(), has in it."""
+    if not _is_valid(timeout):
+        raise ValueError(f"timeout must be a positive timedelta, not {timeout!r}")
+    if ddp not in _dispatchers:
+        hook = ddp._get_ddp_logging_data().get("comm_hook")
+        if hook:
+            raise ValueError(f"DDP takes one hook and already has {hook}: {_REMEDY}")
+    parameters = _parameters(ddp)
+    layout = Layout([(name, _stored_shape(each)) for name, each in parameters.items()])
+    settings = {name: value for name, value in given.items() if value is not None}
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters.values())}
+    return Reducer(layout, method, **settings), numbers
+
+
+def _parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """Those that DDP reduces, in registration order."""
+    buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    reduced = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
+    parameters = {}
+    for name, parameter in ddp.module.named_parameters():
+        if id(parameter) in reduced:
+            parameters[name] = parameter
+        elif parameter.requires_grad and name not in ddp.parameters_to_ignore:
+            raise ValueError(
+                f"{name} was frozen when DDP wrapped it, and never gets a mean: {_REMEDY}"
+            )
+    for name, parameter in parameters.items():
+        if parameter.is_complex():
+            raise ValueError(f"{name} is complex; only real parameters can be compressed")
+        if parameter.device.type != "cpu":
+            raise ValueError(f"{name} is on {parameter.device}; only CPU gradients are supported")
+    for name, module in ddp.module.named_modules():
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(f"{name} has sparse gradients; build it with sparse=False")
+    return parameters
+
+
+def _stored_shape(parameter: torch.Tensor) -> list[int]:
+    """The shape in the order of memory, which is how DDP lays out gradients (channels_last)."""
+    axes = sorted(range(parameter.dim()), key=lambda axis: -parameter.stride(axis))
+    if parameter.is_contiguous() or not parameter.permute(axes).is_contiguous():
+        return list(parameter.shape)
+    return [parameter.shape[axis] for axis in axes]
+
+
+def _is_valid(timeout: object) -> bool:
+    return isinstance(timeout, timedelta) and timeout > timedelta(0)
+
+
+def _check_type(ddp: object) -> None:
+    if isinstance(ddp, DistributedDataParallel):
+        return
+    kinds = {each.__name__ for each in type(ddp).__mro__}
+    inner = next(
+        (
+            name
+            for name in ("module", "_orig_mod", "_forward_module")
+            if isinstance(getattr(ddp, name, None), DistributedDataParallel)
+        ),
+        None,
+    )
+    if inner is not None:
+        advice = f"attach to the DistributedDataParallel inside it: attach(model.{inner}, ...)"
+    elif kinds & {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}:
+        advice = "it shards its gradients, which is not supported; use DistributedDataParallel"
+    elif isinstance(ddp, torch.nn.Module):
+        advice = "wrap it first: attach(DistributedDataParallel(model), ...)"
+    else:
+        advice = "pass the model that DistributedDataParallel returned"
+    raise TypeError(
+        f"attach needs a DistributedDataParallel model, not {type(ddp).__name__}: {advice}"
+    )

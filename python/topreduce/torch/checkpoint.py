@@ -1,0 +1,99 @@
+"""A rank's state as a flat dictionary of tensors, numbers and words.
+
+    format, ranks, settings/<name>      the same on every rank
+    rank<r>/<number>                    one number
+    rank<r>/<quantity>/<parameter>      one number, or one tensor in the parameter's shape
+
+The rank stands in the key because torch.distributed.checkpoint keeps one value per key.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from topreduce import Reducer
+
+_FORMAT = 1
+
+
+def pack(reducer: Reducer, rank: int, ranks: int) -> dict[str, Any]:
+    """The reducer's state under this rank's keys."""
+    return {
+        "format": _FORMAT,
+        "ranks": ranks,
+        **{f"settings/{name}": value for name, value in reducer.spec.items()},
+        **{f"rank{rank}/{key}": value for key, value in _flatten(reducer).items()},
+    }
+
+
+def unpack(saved: Mapping[str, Any], reducer: Reducer, rank: int, ranks: int) -> None:
+    """Loads what `pack` made. ValueError, with what differs, and then nothing has changed."""
+    format_ = saved.get("format") if isinstance(saved, Mapping) else None
+    if format_ != _FORMAT:
+        raise ValueError(f"not a state_dict() of topreduce, format {_FORMAT}: format is {format_}")
+    if saved.get("ranks") != ranks:
+        raise ValueError(f"saved by {saved.get('ranks')} ranks, but this run has {ranks}")
+    feedback, ours = saved.get("settings/feedback"), reducer.spec["feedback"]
+    if feedback != ours:
+        raise ValueError(f"saved with feedback {feedback!r}, but this run has {ours!r}")
+    prefix = f"rank{rank}/"
+    own = {key.removeprefix(prefix): saved[key] for key in saved if key.startswith(prefix)}
+    if not own:
+        others = {key.split("/")[0] for key in saved if key.startswith("rank") and "/" in key}
+        raise ValueError(f"holds nothing of rank {rank}; it is of {_few(others)}")
+    _compare(own, _flatten(reducer))
+
+    state = reducer.state()
+    for quantity, arrays in state["entries"].items():
+        state["entries"][quantity] = {
+            parameter: own[f"{quantity}/{parameter}"].contiguous().numpy() for parameter in arrays
+        }
+    for quantity, values in state["parameters"].items():
+        state["parameters"][quantity] = {each: own[f"{quantity}/{each}"] for each in values}
+    state["numbers"] = {name: own[name] for name in state["numbers"]}
+    reducer.load_state(state)
+    if own["bypassed"]:
+        reducer.bypass()
+    else:
+        reducer.resume()
+
+
+def _flatten(reducer: Reducer) -> dict[str, Any]:
+    state = reducer.state()
+    flat: dict[str, Any] = {**state["numbers"], "bypassed": int(reducer.bypassed)}
+    for quantity, values in state["parameters"].items():
+        flat.update({f"{quantity}/{each}": value for each, value in values.items()})
+    for quantity, arrays in state["entries"].items():
+        flat.update({f"{quantity}/{each}": torch.from_numpy(a) for each, a in arrays.items()})
+    return flat
+
+
+def _compare(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """ValueError unless both have the same keys, and values of the same kind and shape."""
+    missing, unknown = here.keys() - saved.keys(), saved.keys() - here.keys()
+    if missing or unknown:
+        raise ValueError(
+            "saved for another model or other stages: "
+            f"missing {_few(missing)}; not known here {_few(unknown)}"
+        )
+    kinds = {key: (_kind(saved[key]), _kind(here[key])) for key in here}
+    others = [f"{key} is {was}, here {now}" for key, (was, now) in kinds.items() if was != now]
+    if others:
+        raise ValueError(f"saved for another model, or damaged: {_few(others)}")
+    damaged = [key for key in saved if not torch.isfinite(torch.as_tensor(saved[key])).all()]
+    if damaged:
+        raise ValueError(f"damaged: infinity or NaN in {_few(damaged)}")
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.")
+    return "a number" if isinstance(value, (int, float)) else type(value).__name__
+
+
+def _few(words: Iterable[str]) -> str:
+    """At most five of them, in order."""
+    words = sorted(words)
+    more = f" and {len(words) - 5} more" if len(words) > 5 else ""
+    return ", ".join(words[:5]) + more or "none"

@@ -1,0 +1,187 @@
+"""The life of a step: from DDP's hook to a worker thread and back into backward().
+
+DDP calls the hook of every bucket before it waits for any of the futures, so the hook only hands
+the bucket over. One worker thread runs all exchanges, in bucket order, and completes the futures
+together once the last bucket is through.
+"""
+
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.futures import Future
+
+from topreduce import CommError, Reducer, WireError
+from topreduce.torch.process_group import GroupCommunicator
+
+_HISTORY = 1000
+
+
+class _Step:
+    """What the hook and the worker share about one step."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+        self.in_backward = True
+        self.density = 1.0
+        self.last_handed_over = 0.0  # when backward began to wait
+        self.buckets: list[_Bucket] = []
+        self.over = threading.Event()
+
+
+class _Bucket:
+    """A bucket in the worker's hands. The memory belongs to DDP."""
+
+    def __init__(self, bucket: dist.GradBucket) -> None:
+        self.future: Future[torch.Tensor] = Future()
+        self.buffer = bucket.buffer()
+        self.parameters = bucket.parameters()
+        self.is_first = bucket.index() == 0
+        self.is_last = bucket.is_last()
+        self._float32 = self.buffer
+
+    def gradient(self) -> NDArray[np.float32]:
+        """The gradient as the core wants it: DDP's own memory where possible."""
+        if self.buffer.device.type != "cpu":
+            raise ValueError(f"the gradient is on {self.buffer.device}; only CPU is supported")
+        self._float32 = self.buffer.float()
+        array: NDArray[np.float32] = self._float32.numpy()
+        return array
+
+    def give_back(self) -> None:
+        if self._float32 is not self.buffer:
+            self.buffer.copy_(self._float32)
+
+
+class Steps:
+    """Runs the steps of one attached model."""
+
+    def __init__(
+        self, reducer: Reducer, comm: GroupCommunicator, numbers: Mapping[int, int]
+    ) -> None:
+        """`numbers`: a parameter's id() and its number in the reducer's layout."""
+        self.broken: Exception | None = None  # why no further step is possible
+        self.history: deque[dict[str, Any]] = deque(maxlen=_HISTORY)
+        self.seconds_waited = 0.0
+        self._reducer = reducer
+        self._comm = comm
+        self._numbers = numbers
+        self._step = _Step(None)
+        self._step.over.set()
+        self._calls_before = 0
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_run, args=(self._tasks,), name="topreduce", daemon=True
+        )
+        self._thread.start()
+        self._stop = weakref.finalize(self, self._tasks.put, None)
+
+    @property
+    def open(self) -> bool:
+        """A backward pass is under way, or one was cut short."""
+        return not self._step.over.is_set()
+
+    def take(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        """DDP's hook. Never raises inside backward(): that would break DDP's next step."""
+        taken = _Bucket(bucket)
+        if taken.is_first:
+            self._step = _Step(self.broken)
+            self._step.in_backward = _raise_at_the_end_of_backward(self._step)
+        step = self._step
+        step.last_handed_over = time.perf_counter()
+        self._tasks.put(lambda: self._reduce(step, taken))
+        if taken.is_last and not step.in_backward:  # a rank that has joined early
+            step.over.wait()
+            if step.error is not None:
+                raise step.error.with_traceback(None)
+        return taken.future
+
+    def fail(self, error: Exception) -> Exception:
+        """No further step is possible: releases peers that wait for us; returns what to raise."""
+        self._comm.close(f"{type(error).__name__}: {error}")
+        if isinstance(error, (CommError, WireError)):
+            error = type(error)(f"{error}. Nothing more is exchanged until detach().")
+        self.broken = error.with_traceback(None)
+        return self.broken
+
+    def stop(self) -> None:
+        self._stop()
+        self._thread.join()
+
+    def _reduce(self, step: _Step, bucket: _Bucket) -> None:
+        """The worker's part: everything that can fail, or take time, happens here."""
+        step.buckets.append(bucket)
+        if step.error is None:
+            try:
+                self._advance(step, bucket)
+            except Exception as error:
+                self._reducer.abandon()
+                # A caller's mistake found before anything was sent leaves the peers in step.
+                usable = isinstance(error, ValueError) and self._comm.calls == self._calls_before
+                step.error = error if usable else self.fail(error)
+        if bucket.is_last:
+            self._complete(step)
+
+    def _advance(self, step: _Step, bucket: _Bucket) -> None:
+        if bucket.is_first:
+            self._reducer.abandon()  # a backward pass that the user's code cut short
+            self._calls_before = self._comm.calls
+            self._comm.start_step(self._reducer.step)
+            step.density = self._reducer.density
+            self._reducer.begin(self._comm)
+        self._reducer.add([self._number(each) for each in bucket.parameters], bucket.gradient())
+        if bucket.is_last:
+            stats = self._reducer.finish().as_dict()
+            for finished in step.buckets:
+                finished.give_back()
+            waited = time.perf_counter() - step.last_handed_over
+            self.seconds_waited += waited
+            self.history.append({**stats, "density": step.density, "seconds_waited": waited})
+
+    def _number(self, parameter: torch.Tensor) -> int:
+        number = self._numbers.get(id(parameter))
+        if number is None:
+            raise ValueError(
+                f"DDP reduces a parameter of shape {tuple(parameter.shape)} that was not there at "
+                "attach(): wrap the model in a new DistributedDataParallel and attach again"
+            )
+        return number
+
+    def _complete(self, step: _Step) -> None:
+        """Lets backward() go on; after a failure with zeros instead of local gradients."""
+        step.over.set()
+        for bucket in step.buckets:
+            if step.error is not None:
+                bucket.buffer.zero_()
+            bucket.future.set_result(bucket.buffer)
+        step.buckets.clear()
+
+
+def _raise_at_the_end_of_backward(step: _Step) -> bool:
+    """Has backward() raise the step's error, once DDP has finished. False outside of backward."""
+    engine = torch.autograd.Variable._execution_engine
+
+    def raise_error() -> None:
+        if step.error is not None:
+            raise step.error.with_traceback(None)
+
+    try:
+        # Two levels: callbacks run in the order they came, and DDP's own is still to come.
+        engine.queue_callback(lambda: engine.queue_callback(raise_error))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _run(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # an idle worker keeps nothing alive

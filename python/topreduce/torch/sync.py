@@ -1,0 +1,132 @@
+"""The handle that attach() returns."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from topreduce import Reducer
+from topreduce.torch import checkpoint
+from topreduce.torch.process_group import GroupCommunicator
+from topreduce.torch.steps import Steps
+
+
+class Sync:
+    """Averages the gradients of one DDP model; made by `attach`.
+
+    An error of the network comes out of `backward()`, on every rank that can still be reached, with
+    the gradients set to zero and what is owed as it was. From then on every backward pass raises it
+    again: `detach()` goes on with DDP's own averaging, and a new `attach` with a new connection.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        comm: GroupCommunicator,
+        steps: Steps,
+        release: Callable[[], None],
+    ) -> None:
+        """`release` makes DDP average by itself again."""
+        self._reducer = reducer
+        self._comm = comm
+        self._steps = steps
+        self._release = release
+        self._attached = True
+
+    def stats(self) -> dict[str, Any]:
+        """What the last step cost this rank, and what it moved."""
+        last = self._steps.history[-1] if self._steps.history else self._reducer.stats.as_dict()
+        return {"density": self._reducer.density, "seconds_waited": 0.0, **last, **self._method}
+
+    def history(self) -> list[dict[str, Any]]:
+        """`stats()` of the last 1000 steps, oldest first."""
+        return [{**step, **self._method} for step in self._steps.history]
+
+    def configure(self, **changes: object) -> None:
+        """Changes settings from the next step on, e.g. density=0.001; what is owed stays.
+
+        Collective: every rank must make the same changes before the same step. If they differ, or
+        one is not possible, all ranks raise ValueError and nothing changes.
+        """
+        settings = {name: as_setting(value) for name, value in changes.items()}
+        words = ", ".join(f"{name}={value}" for name, value in sorted(settings.items()))
+        self._together(f"configure({words})", lambda: self._reducer.configure(**settings))
+
+    def bypass(self) -> None:
+        """From the next step on plain dense averages; what is owed waits. Collective."""
+        self._together("bypass()", self._reducer.bypass)
+
+    def resume(self) -> None:
+        """Ends `bypass`. Collective."""
+        self._together("resume()", self._reducer.resume)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything this rank's next step depends on: tensors, numbers and words by name.
+
+        Every rank must save its own. Keys hold the rank, so one checkpoint can hold all of them.
+        """
+        return checkpoint.pack(self._reducer, self._comm.rank, self._comm.size)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict()` was taken; ValueError, with what differs, if it cannot."""
+        checkpoint.unpack(state, self._reducer, self._comm.rank, self._comm.size)
+
+    def detach(self) -> None:
+        """DDP averages by itself again; what is owed stays readable here, and is not applied.
+
+        To be called on all ranks between the same steps. Another `attach` may follow.
+        """
+        if self._attached:
+            self._attached = False
+            self._release()
+            self._steps.stop()
+            self._comm.close()
+
+    def __repr__(self) -> str:
+        reducer, comm, stats = self._reducer, self._comm, self.stats()
+        dense = 8 * reducer.layout.size * (comm.size - 1) // comm.size  # fp32, there and back
+        return (
+            f"<topreduce.torch.Sync: {self._condition()}, rank {comm.rank} of {comm.size}, "
+            f"{reducer.layout.size} entries, step {reducer.step}; last step sent "
+            f"{stats['bytes_sent']} bytes (dense {dense}), waited {stats['seconds_waited']:.4f} s>"
+        )
+
+    def _condition(self) -> str:
+        if not self._attached:
+            return "detached"
+        if self._steps.broken is not None:
+            return f"broken ({self._steps.broken})"
+        mode = "bypassed" if self._reducer.bypassed else f"density {self._reducer.density:.3g}"
+        return f"{self._method['method']}, {mode}"
+
+    @property
+    def _method(self) -> dict[str, str]:
+        return {"method": self._reducer.spec["method"]}
+
+    def _together(self, action: str, change: Callable[[], None]) -> None:
+        """Changes the reducer if all ranks want this before the same step; else all raise."""
+        if not self._attached:
+            raise RuntimeError(f"{action}: this handle is detached; use the one of the last attach")
+        if self._steps.broken is not None:
+            raise self._steps.broken.with_traceback(None)
+        if self._steps.open:
+            raise RuntimeError(f"{action}: only between steps, not inside a backward pass")
+        try:
+            concur(self._comm, f"{action} before step {self._reducer.step}")
+            change()  # raises ValueError on all ranks or on none: they agree on all it looks at
+            self._reducer.agree(self._comm)
+        except ValueError:
+            raise
+        except Exception as error:
+            raise self._steps.fail(error) from None
+
+
+def concur(comm: GroupCommunicator, word: str) -> None:
+    """Returns if all ranks came with the same word; otherwise ValueError, on all. Collective."""
+    words = comm.all_gather_text(word)
+    if any(other != word for other in words):
+        by_rank = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(words))
+        raise ValueError(f"the ranks differ, so nothing was changed: {by_rank}")
+
+
+def as_setting(value: object) -> object:
+    """Lists of words, such as patterns for keep_dense, as the core writes them."""
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,105 @@
+// A steady-state step of the core allocates nothing. Counted where all allocation passes: the
+// global operator new and delete of this program, on threads that ask for it.
+
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#include "cluster.h"
+#include "topreduce/comm/self.h"
+#include "topreduce/comm/thread.h"
+#include "topreduce/reducer.h"
+
+namespace {
+
+thread_local bool counting = false;
+std::atomic<int> allocations = 0;
+
+void* allocate(std::size_t size, std::size_t alignment) {
+  if (counting) ++allocations;
+  // aligned_alloc wants a multiple of the alignment.
+  const std::size_t rounded = (size / alignment + 1) * alignment;
+  if (void* memory = std::aligned_alloc(alignment, rounded)) return memory;
+  throw std::bad_alloc();
+}
+
+void release(void* memory) {
+  if (counting && memory != nullptr) ++allocations;
+  std::free(memory);
+}
+
+constexpr std::size_t kPlain = __STDCPP_DEFAULT_NEW_ALIGNMENT__;
+
+}  // namespace
+
+// The array forms and those that do not throw end up in these.
+void* operator new(std::size_t size) {
+  return allocate(size, kPlain);
+}
+void* operator new(std::size_t size, std::align_val_t alignment) {
+  return allocate(size, static_cast<std::size_t>(alignment));
+}
+void operator delete(void* memory) noexcept {
+  release(memory);
+}
+void operator delete(void* memory, std::size_t) noexcept {
+  release(memory);
+}
+void operator delete(void* memory, std::align_val_t) noexcept {
+  release(memory);
+}
+void operator delete(void* memory, std::size_t, std::align_val_t) noexcept {
+  release(memory);
+}
+
+namespace topreduce::laws {
+namespace {
+
+constexpr int kWarmSteps = 30, kCountedSteps = 20;
+
+/// Runs steps on one rank, `counting` from begin to finish of the last ones.
+void run_steps(Reducer& reducer, Communicator& comm) {
+  const Layout& layout = reducer.layout();
+  const Cut cut = per_parameter(layout);
+  for (int s = 0; s < kWarmSteps + kCountedSteps; ++s) {
+    Floats gradient = heavy_tailed(comm.rank(), s, layout);
+    counting = s >= kWarmSteps;
+    reducer.begin(comm);
+    for (std::size_t id = 0; id < layout.count(); ++id) {
+      reducer.add(cut[id], std::span(gradient).subspan(layout[id].offset, layout[id].size));
+    }
+    reducer.finish();
+    counting = false;
+  }
+}
+
+class Allocation : public testing::TestWithParam<const char*> {};
+
+INSTANTIATE_TEST_SUITE_P(Rows, Allocation, testing::ValuesIn(kRows));
+
+TEST_P(Allocation, NoneInASteadyStep) {
+  const Layout layout({{"a.weight", {30'000}}, {"a.bias", {7}}, {"none", {0}}, {"b", {20'000}}});
+  allocations = 0;
+  Reducer reducer(layout, GetParam());
+  comm::Self self;
+  run_steps(reducer, self);
+  EXPECT_EQ(allocations, 0) << "on one rank";
+
+  run_ranks(2, [&](Communicator& comm) {
+    Reducer mine(layout, GetParam());
+    run_steps(mine, comm);
+  });
+  EXPECT_EQ(allocations, 0) << "on two ranks";
+}
+
+TEST(Allocation, IsCounted) {
+  allocations = 0;
+  counting = true;
+  std::vector<float> grows(3);
+  grows.resize(1000);
+  counting = false;
+  EXPECT_EQ(allocations, 3);  // two and one that was given back
+}
+
+}  // namespace
+}  // namespace topreduce::laws

@@ -1,0 +1,195 @@
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <functional>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "laws.h"
+#include "topreduce/comm/thread.h"
+#include "topreduce/reducer.h"
+
+// Reducers on several ranks, driven step by step from one place, so that a test can compare what
+// all ranks hold before and after.
+
+namespace topreduce::laws {
+
+// ---- state -------------------------------------------------------------------------------------
+
+/// All that a checkpoint holds, as bits.
+using State = std::map<std::string, std::vector<std::uint64_t>, std::less<>>;
+
+class Saver final : public StateVisitor {
+ public:
+  void entries(std::string_view name, std::span<float> values) override {
+    auto& bits = state[std::string(name)];
+    for (const float value : values) bits.push_back(std::bit_cast<std::uint32_t>(value));
+  }
+  void parameters(std::string_view name, std::span<double> values) override {
+    auto& bits = state[std::string(name)];
+    for (const double value : values) bits.push_back(std::bit_cast<std::uint64_t>(value));
+  }
+  void number(std::string_view name, double& value) override { parameters(name, {&value, 1}); }
+
+  State state;
+};
+
+class Loader final : public StateVisitor {
+ public:
+  explicit Loader(const State& state) : state_(state) {}
+
+  void entries(std::string_view name, std::span<float> values) override {
+    std::ranges::transform(state_.find(name)->second, values.begin(), [](std::uint64_t bits) {
+      return std::bit_cast<float>(static_cast<std::uint32_t>(bits));
+    });
+  }
+  void parameters(std::string_view name, std::span<double> values) override {
+    std::ranges::transform(state_.find(name)->second, values.begin(),
+                           [](std::uint64_t bits) { return std::bit_cast<double>(bits); });
+  }
+  void number(std::string_view name, double& value) override { parameters(name, {&value, 1}); }
+
+ private:
+  const State& state_;
+};
+
+inline State state_of(Reducer& reducer) {
+  Saver saver;
+  reducer.visit(saver);
+  return saver.state;
+}
+
+// ---- comparing ---------------------------------------------------------------------------------
+
+inline testing::AssertionResult same_bits(std::span<const float> got, std::span<const float> want) {
+  if (got.size() != want.size()) {
+    return testing::AssertionFailure() << got.size() << " entries, not " << want.size();
+  }
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    if (std::bit_cast<std::uint32_t>(got[i]) == std::bit_cast<std::uint32_t>(want[i])) continue;
+    return testing::AssertionFailure() << "entry " << i << " is " << got[i] << ", not " << want[i];
+  }
+  return testing::AssertionSuccess();
+}
+
+/// Which entry of Reducer::owed belongs to each entry of the whole model; kNotRemembered for those
+/// of keep_dense.
+inline constexpr std::size_t kNotRemembered = ~std::size_t{0};
+inline std::vector<std::size_t> places_in_memory(const Reducer& reducer) {
+  std::vector<std::size_t> places;
+  for (const Parameter& parameter : reducer.layout().parameters()) {
+    const auto id = reducer.remembered().find(parameter.name);
+    for (std::size_t i = 0; i < parameter.size; ++i) {
+      places.push_back(id ? reducer.remembered()[*id].offset + i : kNotRemembered);
+    }
+  }
+  return places;
+}
+
+// ---- the cluster -------------------------------------------------------------------------------
+
+/// What one rank has after a step.
+struct Outcome {
+  Floats gradient;  ///< in parameter order
+  Floats owed;
+  State state;
+  StepStats stats;
+  comm::Traffic traffic;  ///< as the communicator counts it, agreement included
+  std::string error;      ///< of the network or the wire; empty if the step went through
+
+  bool failed() const { return !error.empty(); }
+};
+
+/// Makes of a rank's communicator the one that its reducer is given.
+using Wrap = std::function<std::unique_ptr<Communicator>(Communicator&)>;
+
+class Cluster {
+ public:
+  Cluster(int ranks, const Layout& layout, std::string_view spec)
+      : Cluster(ranks, layout, parse_spec(spec)) {}
+  Cluster(int ranks, const Layout& layout, const Spec& spec) {
+    for (int r = 0; r < ranks; ++r) reducers_.emplace_back(layout, spec);
+  }
+
+  int ranks() const { return static_cast<int>(reducers_.size()); }
+  Reducer& operator[](int rank) { return reducers_[static_cast<std::size_t>(rank)]; }
+  std::span<Reducer> reducers() { return reducers_; }
+
+  /// One step; gradients by rank, each in parameter order.
+  std::vector<Outcome> step(const std::vector<Floats>& gradients, const Cut& cut,
+                            float loss_scale = 1, const Wrap& wrap = {}) {
+    std::vector<Outcome> outcomes(reducers_.size());
+    run_ranks(ranks(), [&](Communicator& comm) {
+      const auto r = static_cast<std::size_t>(comm.rank());
+      const auto wrapped = wrap ? wrap(comm) : nullptr;
+      outcomes[r] = run(reducers_[r], wrapped ? *wrapped : comm, gradients[r], cut, loss_scale);
+    });
+    return outcomes;
+  }
+
+ private:
+  static Outcome run(Reducer& reducer, Communicator& comm, const Floats& gradient, const Cut& cut,
+                     float loss_scale) {
+    std::vector<Floats> buckets;
+    visit(reducer.layout(), cut, [&](std::size_t bucket, const Parameter& parameter, std::size_t) {
+      buckets.resize(bucket + 1);
+      const auto first = gradient.begin() + static_cast<std::ptrdiff_t>(parameter.offset);
+      buckets[bucket].insert(buckets[bucket].end(), first,
+                             first + static_cast<std::ptrdiff_t>(parameter.size));
+    });
+    buckets.resize(cut.size());
+
+    Outcome outcome;
+    try {
+      reducer.begin(comm, loss_scale);
+      for (std::size_t b = 0; b < cut.size(); ++b) reducer.add(cut[b], buckets[b]);
+      outcome.stats = reducer.finish();
+    } catch (const CommError& error) {
+      outcome.error = error.what();
+    } catch (const WireError& error) {
+      outcome.error = error.what();
+    }
+    outcome.traffic = comm.traffic();
+
+    outcome.gradient.resize(gradient.size());
+    visit(reducer.layout(), cut,
+          [&](std::size_t bucket, const Parameter& parameter, std::size_t start) {
+            std::copy_n(buckets[bucket].begin() + static_cast<std::ptrdiff_t>(start),
+                        parameter.size,
+                        outcome.gradient.begin() + static_cast<std::ptrdiff_t>(parameter.offset));
+          });
+    outcome.owed.assign(reducer.owed().begin(), reducer.owed().end());
+    outcome.state = state_of(reducer);
+    return outcome;
+  }
+
+  // body(bucket, parameter, its first entry in the bucket)
+  template <class Body>
+  static void visit(const Layout& layout, const Cut& cut, Body&& body) {
+    for (std::size_t bucket = 0; bucket < cut.size(); ++bucket) {
+      std::size_t start = 0;
+      for (const std::size_t id : cut[bucket]) {
+        body(bucket, layout[id], start);
+        start += layout[id].size;
+      }
+    }
+  }
+
+  std::vector<Reducer> reducers_;
+};
+
+/// The gradients of all ranks in one step: make(rank, step).
+template <class Make>
+std::vector<Floats> gradients_of(int ranks, int step, Make&& make) {
+  std::vector<Floats> gradients;
+  for (int r = 0; r < ranks; ++r) gradients.push_back(make(r, step));
+  return gradients;
+}
+
+}  // namespace topreduce::laws

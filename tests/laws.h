@@ -1,0 +1,131 @@
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "topreduce/layout.h"
+
+// What every law is checked on: rows, models, bucket cuts and gradients.
+
+namespace topreduce::laws {
+
+/// Every entry of catalog.def stands in at least one row (catalog_test.cpp looks), and every row
+/// goes through every law of reducer_test.cpp, transaction_test.cpp, stats_test.cpp and
+/// allocation_test.cpp.
+inline constexpr const char* kRows[] = {
+    "dense",
+    "dense:granularity=model",
+    "dense:values=bf16",
+    "dense:values=bf16,feedback=residual",
+    "topk:density=0.05",
+    "topk:density=0.05,granularity=model",
+    "topk:density=0.05,values=bf16",
+    "topk:density=0.05,values=fp16,granularity=model",
+    "topk:density=0.05,feedback=none",
+    "topk:density=0.05,feedback=none,granularity=model",
+    "topk:density=0.05,keep_dense=*bias",
+    "topk:density=0.05,keep_dense=*bias,granularity=model",
+    "topk:density=0.05,select=(carried:gain=0.5),granularity=model",
+    "topk:density=0.05,warmup_steps=2,ramp_steps=3",
+    "randk:density=0.05",
+    "randk:density=0.05,granularity=model",
+    "randk:density=0.05,feedback=none",
+    "randk:density=0.05,values=bf16",
+    "randk:density=0.05,values=fp16,granularity=model",
+};
+inline constexpr int kRankCounts[] = {1, 2, 3, 5, 8};
+
+// ---- models ------------------------------------------------------------------------------------
+
+/// Matrices, biases, a scalar, and empty parameters between and behind them.
+inline Layout small_model() {
+  return Layout({{"embed.weight", {13, 7}},
+                 {"embed.bias", {7}},
+                 {"nothing", {0, 4}},
+                 {"block.weight", {20, 11}},
+                 {"block.bias", {11}},
+                 {"scale", {}},
+                 {"head.weight", {5, 30}},
+                 {"head.bias", {5}},
+                 {"nothing.bias", {0}}});
+}
+
+inline Layout one_parameter(std::size_t n) {
+  return Layout({{"only.bias", {n}}});
+}
+
+// ---- bucket cuts -------------------------------------------------------------------------------
+
+/// Buckets in the order they come; each lists parameters in the order its gradient holds them.
+using Cut = std::vector<std::vector<std::size_t>>;
+
+inline Cut one_bucket(const Layout& layout) {
+  Cut cut(1);
+  cut[0].resize(layout.count());
+  std::iota(cut[0].begin(), cut[0].end(), std::size_t{0});
+  return cut;
+}
+
+inline Cut three_buckets(const Layout& layout) {
+  Cut cut(3);
+  for (std::size_t id = 0; id < layout.count(); ++id) cut[id * 3 / layout.count()].push_back(id);
+  return cut;
+}
+
+inline Cut per_parameter(const Layout& layout) {
+  Cut cut;
+  for (std::size_t id = 0; id < layout.count(); ++id) cut.push_back({id});
+  return cut;
+}
+
+/// As a backward pass brings them: the last parameter first; two buckets that interleave.
+inline Cut reversed(const Layout& layout) {
+  Cut cut(2);
+  for (std::size_t id = layout.count(); id-- > 0;) cut[id % 2].push_back(id);
+  return cut;
+}
+
+inline std::vector<Cut> all_cuts(const Layout& layout) {
+  return {one_bucket(layout), three_buckets(layout), per_parameter(layout), reversed(layout)};
+}
+
+// ---- gradients ---------------------------------------------------------------------------------
+
+using Floats = std::vector<float>;
+
+inline std::mt19937 rng_of(int rank, int step) {
+  return std::mt19937(static_cast<unsigned>(1000 * step + rank + 1));
+}
+
+/// Whole numbers from -8 to 8: every order of summation is exact. Step 4 is all zero, step 7 nearly.
+inline Floats integers(int rank, int step, std::size_t n) {
+  auto rng = rng_of(rank, step);
+  Floats gradient(n);
+  if (step == 4) return gradient;
+  const unsigned one_in = step == 7 ? 100 : 1;
+  for (float& x : gradient) {
+    const auto draw = rng();
+    if (draw / 17 % one_in == 0) x = static_cast<float>(static_cast<int>(draw % 17) - 8);
+  }
+  return gradient;
+}
+
+/// Like real gradients: heavy tails, and every parameter has a scale of its own.
+inline Floats heavy_tailed(int rank, int step, const Layout& layout) {
+  auto rng = rng_of(rank, step);
+  std::normal_distribution<float> normal;
+  Floats gradient;
+  for (std::size_t id = 0; id < layout.count(); ++id) {
+    const float scale = std::pow(2.0f, static_cast<float>(id % 5) - 2);
+    for (std::size_t i = 0; i < layout[id].size; ++i) {
+      gradient.push_back(scale * normal(rng) * std::exp(0.7f * normal(rng)));
+    }
+  }
+  return gradient;
+}
+
+}  // namespace topreduce::laws

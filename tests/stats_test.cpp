@@ -1,0 +1,198 @@
+// What a step reports of itself is what was measured beside it.
+
+#include "topreduce/stats.h"
+
+#include <chrono>
+#include <cmath>
+#include <functional>
+
+#include "cluster.h"
+#include "topreduce/catalog.h"
+#include "topreduce/wire/header.h"
+#include "topreduce/wire/values.h"
+
+namespace topreduce::laws {
+namespace {
+
+constexpr std::uint64_t kHeader = wire::kHeaderBytes;
+
+double energy_of(std::span<const float> values) {
+  double energy = 0;
+  for (const float x : values) energy += static_cast<double>(x) * x;
+  return energy;
+}
+
+class Stats : public testing::TestWithParam<const char*> {
+ protected:
+  std::vector<Outcome> take_step(Cluster& cluster, int step, const Cut& cut) const {
+    return cluster.step(gradients(cluster.ranks(), step), cut);
+  }
+  std::vector<Floats> gradients(int ranks, int step) const {
+    return gradients_of(ranks, step, [&](int r, int s) { return heavy_tailed(r, s, layout_); });
+  }
+
+  const Layout layout_ = small_model();
+};
+
+INSTANTIATE_TEST_SUITE_P(Rows, Stats, testing::ValuesIn(kRows));
+
+TEST_P(Stats, TrafficIsTheCommunicators) {
+  for (const int ranks : {1, 2, 5}) {
+    Cluster cluster(ranks, layout_, GetParam());
+    take_step(cluster, 0, three_buckets(layout_));  // here they also agree
+    for (int s = 1; s < 8; ++s) {
+      std::uint64_t sent = 0, received = 0;
+      for (const Outcome& outcome : take_step(cluster, s, three_buckets(layout_))) {
+        EXPECT_EQ(outcome.stats.bytes_sent, outcome.traffic.bytes_sent);
+        EXPECT_EQ(outcome.stats.bytes_received, outcome.traffic.bytes_received);
+        EXPECT_EQ(outcome.stats.rounds, outcome.traffic.rounds);
+        EXPECT_EQ(outcome.stats.step, static_cast<std::uint64_t>(s));
+        EXPECT_EQ(outcome.stats.entries, layout_.size());
+        sent += outcome.stats.bytes_sent;
+        received += outcome.stats.bytes_received;
+      }
+      EXPECT_EQ(sent, received);
+    }
+  }
+}
+
+// Every message is a header, its values, and the indices where any travel.
+TEST_P(Stats, BytesFollowTheCostFormula) {
+  const Cut cut = one_bucket(layout_);
+  for (const int ranks : {2, 3, 8}) {
+    Cluster cluster(ranks, layout_, GetParam());
+    const Spec& spec = cluster[0].spec();
+    const auto exchange = find_exchange(parse_spec(spec.settings.at("exchange")).name)
+                              .make({"stats_test", {}, {}}, layout_);
+    const auto dense = find_exchange("dense").make({"stats_test", {}, {}}, layout_);
+    const auto n = static_cast<double>(cluster[0].remembered().size());
+    const auto kept = static_cast<double>(layout_.size()) - n;
+    for (int s = 0; s < 8; ++s) {
+      const auto outcomes = take_step(cluster, s, cut);
+      std::uint64_t sent = 0;
+      double selected = 0;
+      for (const Outcome& outcome : outcomes) {
+        sent += outcome.stats.bytes_sent;
+        selected += static_cast<double>(outcome.stats.selected) - kept;
+      }
+      if (s == 0) {  // without what they said to agree
+        EXPECT_LT(sent, outcomes[0].traffic.bytes_sent * static_cast<std::uint64_t>(ranks));
+      }
+      const bool whole = outcomes[0].stats.budget == layout_.size();  // warm-up, early ramp
+      const exchange::Cost cost =
+          (whole ? *dense : *exchange).cost(selected / ranks, n, ranks);
+      const exchange::Cost cost_kept = dense->cost(kept, kept, ranks);
+      const std::uint64_t rounds = cost.rounds + (kept > 0 ? cost_kept.rounds : 0);
+      const auto peers = static_cast<std::uint64_t>(ranks * (ranks - 1));
+      const std::uint64_t width = spec.settings.at("values") == "fp32" ? 4 : 2;
+      const auto values =
+          static_cast<std::uint64_t>(std::llround(ranks * (cost.values + cost_kept.values)));
+      const auto indices = static_cast<std::uint64_t>(std::llround(ranks * cost.indices));
+      EXPECT_EQ(outcomes[0].stats.rounds, rounds);
+      EXPECT_GE(sent, rounds * peers * kHeader + width * values + indices) << "step " << s;
+      EXPECT_LE(sent, rounds * peers * kHeader + width * values + 2 * indices) << "step " << s;
+    }
+  }
+}
+
+// Known to the byte where the choice is known: one message to each peer.
+TEST(Stats, TopkSendsItsMessageToEveryPeer) {
+  const Layout layout = one_parameter(20000);
+  Cluster cluster(3, layout, "topk:density=0.01,granularity=model");
+  const auto gradients =
+      gradients_of(3, 0, [&](int r, int step) { return heavy_tailed(r, step, layout); });
+  const auto outcomes = cluster.step(gradients, one_bucket(layout));
+  for (std::size_t r = 0; r < 3; ++r) {
+    Floats magnitudes = gradients[r];
+    for (float& x : magnitudes) x = std::abs(x);
+    std::ranges::nth_element(magnitudes, magnitudes.begin() + 199, std::greater<>());
+    SparseVector entries;
+    for (std::size_t i = 0; i < gradients[r].size(); ++i) {
+      if (std::abs(gradients[r][i]) < magnitudes[199]) continue;
+      entries.push_back(static_cast<Index>(i), gradients[r][i]);
+    }
+    Bytes message;
+    wire::pack({.universe = 20000}, wire::Vote::yes, entries, message);
+    EXPECT_EQ(outcomes[r].stats.selected, 200);
+    EXPECT_EQ(outcomes[r].stats.bytes_sent, 2 * message.size());
+  }
+}
+
+// Where nothing is owed, one rank alone applies exactly what it settled. What is left is the
+// difference of two sums, so next to nothing left it is known only to a part of the whole.
+TEST_P(Stats, EnergyIsWhatWasSettled) {
+  const bool owes = !Reducer(layout_, GetParam()).owed().empty();
+  Cluster cluster(owes ? 3 : 1, layout_, GetParam());
+  const auto places = places_in_memory(cluster[0]);
+  std::vector<Floats> owed(3, Floats(cluster[0].remembered().size()));
+  for (int s = 0; s < 12; ++s) {
+    const auto before = gradients(cluster.ranks(), s);
+    const auto outcomes = cluster.step(before, three_buckets(layout_));
+    for (std::size_t r = 0; r < outcomes.size(); ++r) {
+      Floats had = before[r];
+      for (std::size_t i = 0; i < had.size(); ++i) {
+        if (places[i] != kNotRemembered) had[i] += owed[r][places[i]];
+      }
+      const double left = owes ? energy_of(outcomes[r].owed)
+                               : energy_of(had) - energy_of(outcomes[r].gradient);
+      const StepStats& stats = outcomes[r].stats;
+      EXPECT_NEAR(stats.kept_energy, 1 - left / energy_of(had), 1e-4) << "step " << s;
+      if (owes) {
+        EXPECT_NEAR(stats.owed_norm * stats.owed_norm, left, 2e-4 * left + 1e-6 * energy_of(had))
+            << "step " << s;
+        owed[r] = outcomes[r].owed;
+      } else {
+        EXPECT_EQ(stats.owed_norm, 0);
+      }
+    }
+  }
+}
+
+TEST_P(Stats, CountsAreWhatTravelled) {
+  for (const int ranks : {1, 3}) {
+    Cluster cluster(ranks, layout_, GetParam());
+    for (int s = 0; s < 8; ++s) {
+      const double density = cluster[0].density();
+      const auto outcomes = take_step(cluster, s, three_buckets(layout_));
+      const StepStats& stats = outcomes[0].stats;
+      const auto changed = static_cast<std::uint64_t>(
+          std::ranges::count_if(outcomes[0].gradient, [](float x) { return x != 0; }));
+      EXPECT_GE(stats.delivered, changed);
+      if (cluster[0].spec().settings.at("values") == "fp32") {
+        EXPECT_EQ(stats.delivered, changed);  // unrounded, these never cancel
+      }
+      std::uint64_t sum = 0;
+      for (const Outcome& outcome : outcomes) {
+        EXPECT_LE(outcome.stats.selected, stats.delivered);
+        sum += outcome.stats.selected;
+      }
+      EXPECT_GE(sum, stats.delivered);
+      const std::size_t n = cluster[0].remembered().size(), kept = layout_.size() - n;
+      const std::string& select = cluster[0].spec().settings.at("select");
+      if (density < 1 && stats.budget < layout_.size()) {
+        EXPECT_EQ(stats.budget, kept + static_cast<std::uint64_t>(
+                                           std::llround(density * static_cast<double>(n))));
+      }
+      if (!select.starts_with("carried")) {
+        EXPECT_EQ(stats.selected, stats.budget);
+      }
+    }
+  }
+}
+
+TEST_P(Stats, SecondsFitIntoTheStep) {
+  Cluster cluster(1, layout_, GetParam());
+  const auto start = std::chrono::steady_clock::now();
+  const auto outcomes = take_step(cluster, 0, three_buckets(layout_));
+  const std::chrono::duration<double> all = std::chrono::steady_clock::now() - start;
+  double sum = 0;
+  for (const double seconds : outcomes[0].stats.seconds) {
+    EXPECT_GE(seconds, 0);
+    sum += seconds;
+  }
+  EXPECT_GT(sum, 0);
+  EXPECT_LE(sum, all.count());
+}
+
+}  // namespace
+}  // namespace topreduce::laws

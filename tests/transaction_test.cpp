@@ -1,0 +1,204 @@
+// A step happens on every rank or not at all: after an infinity, a NaN, a failed call or a damaged
+// message everything is bit for bit as before, and the run goes on as if nothing had happened.
+
+#include <cmath>
+#include <limits>
+#include <memory>
+
+#include "cluster.h"
+#include "topreduce/reducer.h"
+
+namespace topreduce::laws {
+namespace {
+
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// ---- a transport that fails --------------------------------------------------------------------
+
+enum class Failure {
+  everyone_before,  // no byte arrives anywhere
+  everyone_after,   // all bytes arrive, then the connection breaks
+  one_leaves,       // rank 0 gives up; the others wait for it in vain
+  damage            // one bit of what arrives is wrong
+};
+
+class Failing final : public Communicator {
+ public:
+  Failing(Communicator& inner, Failure failure, int fail_at)
+      : inner_(inner), failure_(failure), calls_left_(fail_at) {}
+
+  int rank() const override { return inner_.rank(); }
+  int size() const override { return inner_.size(); }
+
+ protected:
+  void do_all_to_all(std::span<const std::byte> send, std::span<const std::size_t> counts,
+                     comm::Inbox& inbox) override {
+    call(inbox, [&] { inner_.all_to_all(send, counts, inbox); });
+  }
+  void do_all_gather(std::span<const std::byte> mine, comm::Inbox& inbox) override {
+    call(inbox, [&] { inner_.all_gather(mine, inbox); });
+  }
+
+ private:
+  template <class Call>
+  void call(comm::Inbox& inbox, Call forward) {
+    const bool now = calls_left_-- == 0;
+    const bool gives_up = failure_ == Failure::everyone_before ||
+                          (failure_ == Failure::one_leaves && rank() == 0);
+    if (now && gives_up) throw CommError("pulled the plug");
+    forward();
+    if (now && failure_ == Failure::everyone_after) throw CommError("pulled the plug");
+    if (now && failure_ == Failure::damage) {
+      const int other = rank() == 0 ? 1 : 0;
+      const auto at = static_cast<std::size_t>(inbox.from(other).data() - inbox.bytes.data());
+      inbox.bytes[at + inbox.counts[static_cast<std::size_t>(other)] / 2] ^= std::byte{4};
+    }
+  }
+
+  Communicator& inner_;
+  Failure failure_;
+  int calls_left_;
+};
+
+// ---- two clusters side by side -----------------------------------------------------------------
+
+/// A run that things happen to, and one that is spared.
+class Transaction : public testing::TestWithParam<const char*> {
+ protected:
+  void start(int ranks) {
+    ranks_ = ranks;
+    step_ = 0;
+    tried_ = std::make_unique<Cluster>(ranks, layout_, GetParam());
+    spared_ = std::make_unique<Cluster>(ranks, layout_, GetParam());
+  }
+
+  std::vector<Floats> gradients() const {
+    return gradients_of(ranks_, step_,
+                        [&](int r, int step) { return heavy_tailed(r, step, layout_); });
+  }
+
+  std::vector<State> states() {
+    std::vector<State> all;
+    for (Reducer& reducer : tried_->reducers()) all.push_back(state_of(reducer));
+    return all;
+  }
+
+  /// A step of both; returns how many calls the transport got.
+  std::uint64_t expect_same_step() {
+    const auto got = tried_->step(gradients(), cut_);
+    const auto want = spared_->step(gradients(), cut_);
+    for (std::size_t r = 0; r < got.size(); ++r) {
+      EXPECT_EQ(got[r].error, "");
+      EXPECT_TRUE(same_bits(got[r].gradient, want[r].gradient)) << "step " << step_;
+      EXPECT_EQ(got[r].state, want[r].state) << "step " << step_;
+    }
+    ++step_;
+    return got[0].traffic.rounds;
+  }
+
+  /// Fails the coming step at its `call`-th message and compares what is left.
+  void expect_nothing_happens(Failure failure, std::uint64_t call) {
+    SCOPED_TRACE("failure " + std::to_string(static_cast<int>(failure)) + " at call " +
+                 std::to_string(call) + " of step " + std::to_string(step_));
+    const auto before = states();
+    const auto gradient = gradients();
+    const auto outcomes = tried_->step(gradient, cut_, 1, [&](Communicator& comm) {
+      return std::make_unique<Failing>(comm, failure, static_cast<int>(call));
+    });
+    for (std::size_t r = 0; r < outcomes.size(); ++r) {
+      EXPECT_TRUE(outcomes[r].failed());
+      EXPECT_TRUE(same_bits(outcomes[r].gradient, gradient[r]));
+      EXPECT_EQ(outcomes[r].state, before[r]);
+    }
+  }
+
+  const Layout layout_ = small_model();
+  const Cut cut_ = three_buckets(layout_);
+  int ranks_ = 0;
+  int step_ = 0;
+  std::unique_ptr<Cluster> tried_, spared_;
+};
+
+INSTANTIATE_TEST_SUITE_P(Rows, Transaction, testing::ValuesIn(kRows));
+
+TEST_P(Transaction, FailedCallsLeaveNoTrace) {
+  for (const int ranks : {2, 3}) {
+    start(ranks);
+    expect_nothing_happens(Failure::everyone_before, 0);  // while they still agree on the method
+    for (int s = 0; s < 3; ++s) expect_same_step();
+    for (const Failure failure :
+         {Failure::everyone_before, Failure::everyone_after, Failure::one_leaves}) {
+      const std::uint64_t calls = expect_same_step();
+      ASSERT_GT(calls, 0u);
+      for (std::uint64_t call = 0; call < calls; ++call) expect_nothing_happens(failure, call);
+    }
+    expect_same_step();
+  }
+}
+
+// The message says where: rank, step, bucket, sender.
+TEST_P(Transaction, DamagedMessagesLeaveNoTrace) {
+  start(2);
+  const std::uint64_t calls = expect_same_step() - 1;  // without the one in which they agreed
+  for (std::uint64_t call = 0; call < calls; ++call) {
+    expect_nothing_happens(Failure::damage, call);
+  }
+  const auto outcomes = tried_->step(gradients(), cut_, 1, [](Communicator& comm) {
+    return std::make_unique<Failing>(comm, Failure::damage, 0);
+  });
+  EXPECT_TRUE(outcomes[1].error.starts_with("rank 1, step 1, bucket 0, message from rank 0: "))
+      << outcomes[1].error;
+  expect_same_step();
+}
+
+// As in plain DDP, everyone sees that the step is lost, wherever the value was.
+TEST_P(Transaction, NonFiniteStepsLeaveNoTrace) {
+  for (const int ranks : {1, 2, 3}) {
+    start(ranks);
+    for (int s = 0; s < 3; ++s) expect_same_step();
+    for (std::size_t id = 0; id < layout_.count(); ++id) {
+      if (layout_[id].size == 0) continue;
+      auto gradient = gradients();
+      const float kinds[] = {kNaN, kInfinity, -kInfinity};
+      gradient[id % gradient.size()][layout_[id].offset + layout_[id].size / 2] = kinds[id % 3];
+      const auto before = states();
+      const auto outcomes = tried_->step(gradient, cut_);
+      for (std::size_t r = 0; r < outcomes.size(); ++r) {
+        EXPECT_EQ(outcomes[r].error, "");
+        EXPECT_FALSE(outcomes[r].stats.finite);
+        EXPECT_TRUE(std::ranges::all_of(outcomes[r].gradient, [](float x) { return x != x; }));
+        EXPECT_EQ(outcomes[r].state, before[r]);
+      }
+      expect_same_step();
+    }
+  }
+}
+
+// The caller stops half way, or makes a mistake: the same.
+TEST_P(Transaction, AbandonedStepsLeaveNoTrace) {
+  start(2);
+  for (int s = 0; s < 3; ++s) expect_same_step();
+  const auto before = states();
+  const auto gradient = gradients();
+  run_ranks(2, [&](Communicator& comm) {
+    Reducer& reducer = (*tried_)[comm.rank()];
+    Floats mine = gradient[static_cast<std::size_t>(comm.rank())];
+    const Floats first(mine.begin(),
+                       mine.begin() + static_cast<std::ptrdiff_t>(layout_[0].size));
+    const std::size_t ids[] = {0};
+    const std::span<float> part(mine.data(), first.size());
+    reducer.begin(comm);
+    reducer.add(ids, part);
+    reducer.abandon();
+    reducer.begin(comm);
+    reducer.add(ids, part);
+    EXPECT_THROW(reducer.add(ids, part), std::invalid_argument);
+    EXPECT_TRUE(same_bits(part, first));
+  });
+  EXPECT_EQ(states(), before);
+  expect_same_step();
+}
+
+}  // namespace
+}  // namespace topreduce::laws
