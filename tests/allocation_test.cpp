@@ -78,7 +78,7 @@ class Allocation : public testing::TestWithParam<const char*> {};
 INSTANTIATE_TEST_SUITE_P(Rows, Allocation, testing::ValuesIn(kRows));
 
 TEST_P(Allocation, NoneInASteadyStep) {
-  const Layout layout({{"a.weight", {30'000}}, {"a.bias", {7}}, {"none", {0}}, {"b", {20'000}}});
+  const Layout layout({{"a.weight", {5000}}, {"a.bias", {7}}, {"none", {0}}, {"b", {3000}}});
   allocations = 0;
   Reducer reducer(layout, GetParam());
   comm::Self self;

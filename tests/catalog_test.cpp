@@ -14,7 +14,8 @@ namespace {
 // ---- specs -------------------------------------------------------------------------------------
 
 TEST(Spec, IsReadAsWritten) {
-  const Spec spec = parse_spec(" topk : density = 0.01 , select=(carried:gain=0.2,x=(a,b)) ,empty=");
+  const Spec spec =
+      parse_spec(" topk : density = 0.01 , select=(carried:gain=0.2,x=(a,b)) ,empty=");
   EXPECT_EQ(spec.name, "topk");
   const std::map<std::string, std::string, std::less<>> expected = {
       {"density", "0.01"}, {"select", "carried:gain=0.2,x=(a,b)"}, {"empty", ""}};
@@ -23,8 +24,9 @@ TEST(Spec, IsReadAsWritten) {
 }
 
 TEST(Spec, SurvivesTheRoundTrip) {
-  const char* texts[] = {"dense", "topk:density=0.01", "topk:density=0.01,select=(carried:gain=0.2)",
-                         "a:b=(c:d=(e:f=1,g=2),h=3)", "topk:keep_dense=*bias head.*"};
+  const char* texts[] = {"dense", "topk:density=0.01",
+                         "topk:density=0.01,select=(carried:gain=0.2)", "a:b=(c:d=(e:f=1,g=2),h=3)",
+                         "topk:keep_dense=*bias head.*"};
   for (const char* text : texts) {
     EXPECT_EQ(to_string(parse_spec(text)), text);
   }

@@ -116,8 +116,9 @@ TEST(RandomStream, IsPhilox) {
   using Purpose = RandomStream::Purpose;
   EXPECT_EQ(RandomStream(0, 0, Purpose{0})(0), 0xe169c58d6627e8d5u);
   EXPECT_EQ(RandomStream(~0ull, ~0ull, Purpose{~0u})(~0u), 0x41c83b0e408f276du);
-  EXPECT_EQ(RandomStream(0x299f31d0a4093822u, 0x0370734413198a2eu, Purpose{0x85a308d3u})(0x243f6a88),
-            0x94fdccebd16cfe09u);
+  EXPECT_EQ(
+      RandomStream(0x299f31d0a4093822u, 0x0370734413198a2eu, Purpose{0x85a308d3u})(0x243f6a88),
+      0x94fdccebd16cfe09u);
 }
 
 // ---- Adder -------------------------------------------------------------------------------------

@@ -101,7 +101,8 @@ inline std::mt19937 rng_of(int rank, int step) {
   return std::mt19937(static_cast<unsigned>(1000 * step + rank + 1));
 }
 
-/// Whole numbers from -8 to 8: every order of summation is exact. Step 4 is all zero, step 7 nearly.
+/// Whole numbers from -8 to 8: every order of summation is exact. Step 4 is all zero, step 7
+/// nearly.
 inline Floats integers(int rank, int step, std::size_t n) {
   auto rng = rng_of(rank, step);
   Floats gradient(n);

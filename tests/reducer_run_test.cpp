@@ -160,7 +160,11 @@ TEST(ReducerRun, ConfigureRefusesMistakesAndChangesNothing) {
   expect_error([&] { reducer.configure({"", {{"density", "7"}}}); }, {"density=7", "(0, 1]"});
   expect_error([&] { reducer.configure({"", {{"feedback", "none"}}}); }, {"configure", "feedback"});
   expect_error([&] { reducer.configure({"", {{"keep_dense", "*bias"}}}); }, {"keep_dense"});
-  expect_error([&] { reducer.configure({"", {{"densty", "1"}}}); }, {"densty", "did you mean 'density'"});
+  expect_error(
+      [&] {
+        reducer.configure({"", {{"densty", "1"}}});
+      },
+      {"densty", "did you mean 'density'"});
   EXPECT_EQ(state_of(reducer), before);
   EXPECT_EQ(to_string(reducer.spec()), spec);
 }
@@ -170,8 +174,11 @@ TEST(ReducerRun, ChangesAreComparedBeforeTheNextStep) {
   const Layout layout = one_parameter(100);
   Cluster cluster(2, layout, "topk:density=0.05");
   cluster[1].configure({"", {{"density", "0.06"}}});
-  expect_error([&] { cluster.step({Floats(100), Floats(100)}, one_bucket(layout)); },
-               {"rank 0: density = 0.05", "rank 1: density = 0.06"});
+  expect_error(
+      [&] {
+        cluster.step({Floats(100), Floats(100)}, one_bucket(layout));
+      },
+      {"rank 0: density = 0.05", "rank 1: density = 0.06"});
   cluster[0].configure({"", {{"density", "0.06"}}});
   EXPECT_FALSE(cluster.step({Floats(100), Floats(100)}, one_bucket(layout))[0].failed());
 }

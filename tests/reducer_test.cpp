@@ -93,8 +93,8 @@ void expect_laws(Cluster& cluster, const Cut& cut, int steps) {
   }
   for (int s = 0; s < steps; ++s) {
     SCOPED_TRACE("step " + std::to_string(s));
-    const auto gradients = gradients_of(cluster.ranks(), s,
-                                        [&](int r, int step) { return integers(r, step, n); });
+    const auto gradients =
+        gradients_of(cluster.ranks(), s, [&](int r, int step) { return integers(r, step, n); });
     const auto outcomes = cluster.step(gradients, cut);
     ASSERT_NO_FATAL_FAILURE(expect_same_on_every_rank(outcomes));
     ASSERT_NO_FATAL_FAILURE(expect_law({cluster, gradients, owed, outcomes}));
@@ -121,7 +121,8 @@ class Laws : public testing::TestWithParam<std::tuple<const char*, int>> {
 };
 
 INSTANTIATE_TEST_SUITE_P(Rows, Laws,
-                         testing::Combine(testing::ValuesIn(kRows), testing::ValuesIn(kRankCounts)));
+                         testing::Combine(testing::ValuesIn(kRows),
+                                          testing::ValuesIn(kRankCounts)));
 
 TEST_P(Laws, NothingIsLost) {
   Cluster cluster(ranks(), small_model(), row());
@@ -132,8 +133,8 @@ TEST_P(Laws, AllRanksGetTheSameBits) {
   const Layout layout = small_model();
   Cluster cluster(ranks(), layout, row());
   for (int s = 0; s < 5; ++s) {
-    const auto gradients = gradients_of(
-        ranks(), s, [&](int r, int step) { return heavy_tailed(r, step, layout); });
+    const auto gradients =
+        gradients_of(ranks(), s, [&](int r, int step) { return heavy_tailed(r, step, layout); });
     expect_same_on_every_rank(cluster.step(gradients, reversed(layout)));
   }
 }
@@ -144,8 +145,8 @@ TEST_P(Laws, BucketCutsDoNotMatter) {
   for (const Cut& cut : all_cuts(layout)) {
     Cluster cluster(ranks(), layout, row());
     for (int s = 0; s < kCutSteps; ++s) {
-      const auto gradients = gradients_of(
-          ranks(), s, [&](int r, int step) { return heavy_tailed(r, step, layout); });
+      const auto gradients =
+          gradients_of(ranks(), s, [&](int r, int step) { return heavy_tailed(r, step, layout); });
       const auto outcomes = cluster.step(gradients, cut);
       if (first.size() < kCutSteps) {
         first.push_back(outcomes);

@@ -1,7 +1,5 @@
 // Choosing alone: topk is exact, carried keeps to its budget whatever the gradients do.
 
-#include "topreduce/select/selector.h"
-
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -15,6 +13,7 @@
 #include "topreduce/comm/self.h"
 #include "topreduce/reducer.h"
 #include "topreduce/select/sample.h"
+#include "topreduce/select/selector.h"
 
 namespace topreduce::select {
 namespace {
@@ -104,7 +103,8 @@ const Family kFamilies[] = {
     {"AllEqual", [](int step, std::mt19937&) { return static_cast<float>(step); }},
     {"JumpsUpAndDown",
      [](int step, std::mt19937& rng) { return normal(rng) * (step % 2 == 0 ? 1.0f : 100.0f); }},
-    {"Shrinks", [](int step, std::mt19937& rng) { return normal(rng) * std::ldexp(1.0f, -3 * step); }},
+    {"Shrinks",
+     [](int step, std::mt19937& rng) { return normal(rng) * std::ldexp(1.0f, -3 * step); }},
     {"SometimesSparse",
      [](int step, std::mt19937& rng) {
        const float x = normal(rng);

@@ -79,8 +79,7 @@ TEST_P(Stats, BytesFollowTheCostFormula) {
         EXPECT_LT(sent, outcomes[0].traffic.bytes_sent * static_cast<std::uint64_t>(ranks));
       }
       const bool whole = outcomes[0].stats.budget == layout_.size();  // warm-up, early ramp
-      const exchange::Cost cost =
-          (whole ? *dense : *exchange).cost(selected / ranks, n, ranks);
+      const exchange::Cost cost = (whole ? *dense : *exchange).cost(selected / ranks, n, ranks);
       const exchange::Cost cost_kept = dense->cost(kept, kept, ranks);
       const std::uint64_t rounds = cost.rounds + (kept > 0 ? cost_kept.rounds : 0);
       const auto peers = static_cast<std::uint64_t>(ranks * (ranks - 1));
@@ -133,8 +132,8 @@ TEST_P(Stats, EnergyIsWhatWasSettled) {
       for (std::size_t i = 0; i < had.size(); ++i) {
         if (places[i] != kNotRemembered) had[i] += owed[r][places[i]];
       }
-      const double left = owes ? energy_of(outcomes[r].owed)
-                               : energy_of(had) - energy_of(outcomes[r].gradient);
+      const double left =
+          owes ? energy_of(outcomes[r].owed) : energy_of(had) - energy_of(outcomes[r].gradient);
       const StepStats& stats = outcomes[r].stats;
       EXPECT_NEAR(stats.kept_energy, 1 - left / energy_of(had), 1e-4) << "step " << s;
       if (owes) {

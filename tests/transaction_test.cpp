@@ -44,8 +44,8 @@ class Failing final : public Communicator {
   template <class Call>
   void call(comm::Inbox& inbox, Call forward) {
     const bool now = calls_left_-- == 0;
-    const bool gives_up = failure_ == Failure::everyone_before ||
-                          (failure_ == Failure::one_leaves && rank() == 0);
+    const bool gives_up =
+        failure_ == Failure::everyone_before || (failure_ == Failure::one_leaves && rank() == 0);
     if (now && gives_up) throw CommError("pulled the plug");
     forward();
     if (now && failure_ == Failure::everyone_after) throw CommError("pulled the plug");
@@ -184,8 +184,7 @@ TEST_P(Transaction, AbandonedStepsLeaveNoTrace) {
   run_ranks(2, [&](Communicator& comm) {
     Reducer& reducer = (*tried_)[comm.rank()];
     Floats mine = gradient[static_cast<std::size_t>(comm.rank())];
-    const Floats first(mine.begin(),
-                       mine.begin() + static_cast<std::ptrdiff_t>(layout_[0].size));
+    const Floats first(mine.begin(), mine.begin() + static_cast<std::ptrdiff_t>(layout_[0].size));
     const std::size_t ids[] = {0};
     const std::span<float> part(mine.data(), first.size());
     reducer.begin(comm);

@@ -107,8 +107,7 @@ Settings::Settings(std::string_view owner, std::span<const Setting> known, const
     values_.emplace(setting.name, setting.fallback);
   }
   for (const auto& [name, value] : spec.settings) {
-    const auto setting =
-        std::find_if(known.begin(), known.end(), [&](const Setting& s) { return s.name == name; });
+    const auto setting = std::ranges::find(known, name, &Setting::name);
     if (setting == known.end()) {
       throw std::invalid_argument(std::string(owner) + ": unknown setting '" + name + "'" +
                                   suggest(name, names));

@@ -20,8 +20,15 @@ struct SparseVector {
   bool empty() const { return indices.empty(); }
   void clear() { resize(0); }
   void resize(std::size_t count) {
+    make_room(indices, count);
+    make_room(values, count);
     indices.resize(count);
     values.resize(count);
+  }
+  /// A copy that grows as `resize` does.
+  void assign(const SparseVector& other) {
+    resize(other.size());
+    *this = other;
   }
   void reserve(std::size_t count) {
     indices.reserve(count);

@@ -30,4 +30,11 @@ using Buffer = std::vector<T, Uninitialised<T>>;
 
 using Bytes = Buffer<std::byte>;
 
+/// Reserves for `size` elements and half as many more: sizes that vary a little from step to step
+/// soon allocate no more.
+template <class T>
+void make_room(Buffer<T>& buffer, std::size_t size) {
+  if (size > buffer.capacity()) buffer.reserve(size + size / 2);
+}
+
 }  // namespace topreduce

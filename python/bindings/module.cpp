@@ -7,6 +7,7 @@
 namespace nb = nanobind;
 
 NB_MODULE(_core, module) {
+  nb::set_leak_warnings(false);  // a library does not print, whatever is still alive at exit
   module.doc() = "topreduce's C++ core.";
   module.attr("__version__") = topreduce::version();
   nb::exception<topreduce::CommError>(module, "CommError", PyExc_RuntimeError);

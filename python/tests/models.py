@@ -60,8 +60,7 @@ class Dictated(nn.Module):
     def __init__(self, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> None:
         super().__init__()
         self.weights = nn.ParameterList(
-            torch.zeros(shape, dtype=dtypes[i % len(dtypes)])
-            for i, shape in enumerate(self.SHAPES)
+            torch.zeros(shape, dtype=dtypes[i % len(dtypes)]) for i, shape in enumerate(self.SHAPES)
         )
 
     def forward(self, gradients: Sequence[Tensor]) -> Tensor:

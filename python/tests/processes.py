@@ -11,7 +11,7 @@ import inspect
 import multiprocessing
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -32,7 +32,7 @@ class Rank:
     ranks: int
 
 
-class CaseFailed(AssertionError):
+class CaseError(AssertionError):
     """What went wrong in which rank, with the tracebacks."""
 
 
@@ -45,8 +45,14 @@ class Processes:
         self._processes: list[BaseProcess] = []
         self._lines: list[Connection] = []
 
-    def run(self, case: Callable[..., Any], *arguments: Any, seconds: float = 60) -> list[Any]:
-        """Calls `case(Rank, *arguments)` in every rank."""
+    def run(
+        self,
+        case: Callable[..., Any],
+        *arguments: Any,
+        seconds: float = 60,
+        dying: Sequence[int] = (),
+    ) -> list[Any]:
+        """Calls `case(Rank, *arguments)` in every rank. `dying`: the ranks that are meant to."""
         self.start()
         deadline = time.monotonic() + seconds
         module = Path(inspect.getfile(case)).stem  # pytest may have given it another name
@@ -61,22 +67,23 @@ class Processes:
                 try:
                     answers[rank], failure = line.recv()
                 except (EOFError, OSError):
-                    failure = "died"
+                    failure = "" if rank in dying else "died"
                 if failure:
                     failures.append(f"rank {rank}: {failure}")
                     deadline = min(deadline, time.monotonic() + _GRACE)
         failures += [f"rank {rank}: no answer in time" for rank in waiting.values()]
-        if failures:
+        if failures or dying:
             self.stop()
-            raise CaseFailed("\n".join(failures))
+        if failures:
+            raise CaseError("\n".join(failures))
         return answers
 
     def start(self) -> None:
         if self._processes:
             return
-        # One process imports torch, which takes seconds; the ranks are forked from it.
+        # One process imports torch and what DDP needs, which takes seconds; ranks fork from it.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.nn.parallel", "torch.distributed", "pytest"])
+        context.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", "pytest"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.ranks):
             line, other_end = context.Pipe()

@@ -1,5 +1,6 @@
 """attach() on real DDP models, in real processes over Gloo."""
 
+import copy
 import gc
 import io
 import threading
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Dictated, Run, digest, owed, rank_order_sum, small_integers
+from models import Dictated, Run, digest, flat, owed, rank_order_sum, small_integers, text
 from processes import Rank, group
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,11 +58,12 @@ def train_with_options(rank: Rank, options: dict[str, Any]) -> tuple[list[float]
     attach(run.ddp, "topk, bucket", density=1.0)
     for each in (run, plain):
         each.train(range(3))
-        with each.ddp.no_sync():
-            each.backward(3)
-        each.ddp(torch.zeros(1, 13, dtype=torch.long)).backward()  # on top of what step 3 left
-        each.optimizer.step()
-        each.train(range(4, 7))
+        if not options.get("static_graph"):
+            with each.ddp.no_sync():
+                each.backward(3)
+            each.ddp(text(rank.rank, 4)).backward()  # on top of what step 3 left
+            each.optimizer.step()
+        each.train(range(5, 8))
     return run.losses, plain.losses
 
 
@@ -71,6 +73,7 @@ def train_with_options(rank: Rank, options: dict[str, Any]) -> tuple[list[float]
         {"gradient_as_bucket_view": True},
         {"find_unused_parameters": True},
         {"bucket_cap_mb": 0.01},
+        {"static_graph": True, "bucket_cap_mb": 0.01},
     ],
     ids=str,
 )
@@ -96,6 +99,23 @@ def mixed_types(rank: Rank) -> None:
 @both_sizes
 def test_parameters_of_other_types_go_through_fp32(ranks: int) -> None:
     group(ranks).run(mixed_types)
+
+
+def train_unevenly(rank: Rank) -> tuple[str, Any, Any, int]:
+    run, plain = Run(rank, bucket_cap_mb=0.02), Run(rank, bucket_cap_mb=0.02)
+    sync = attach(run.ddp, "topk, bucket", density=1.0)
+    for each in (run, plain):
+        with each.ddp.join():
+            each.train(range(3 + 2 * rank.rank))
+    models = [flat(each.ddp.module, lambda p: p.detach()).numpy() for each in (run, plain)]
+    return run.digest(), *models, len(sync.history())
+
+
+def test_a_rank_that_has_joined_early_takes_part() -> None:
+    (first, ours, plain, steps), (second, *_) = group(2).run(train_unevenly)
+    assert first == second
+    assert ours == pytest.approx(plain, abs=1e-5)
+    assert steps == 5
 
 
 # ---- the laws ----------------------------------------------------------------------------------
@@ -237,6 +257,62 @@ def test_resume_inside_a_ramp_is_exact() -> None:
     group(3).run(interrupted, "topk, bucket", ramp)
 
 
+def cut_short(rank: Rank, name: str) -> None:
+    run = Run(rank, bucket_cap_mb=0.02)
+    sync = attach(run.ddp, name, density=0.01)
+    run.train(range(3))
+    before = sync.state_dict()
+
+    def stop(_: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    run.ddp.module.places.weight.register_hook(stop)  # among the last to get its gradient
+    with pytest.raises(KeyboardInterrupt):
+        run.backward(3)
+    after = sync.state_dict()
+    assert after.keys() == before.keys()
+    assert all(
+        torch.equal(torch.as_tensor(after[k]), torch.as_tensor(before[k]))
+        for k in before
+        if not k.startswith("settings")
+    )
+    sync.detach()
+
+
+@every_sparse
+def test_a_checkpoint_after_a_backward_that_was_cut_short(name: str) -> None:
+    group(2).run(cut_short, name)
+
+
+class Conv(torch.nn.Conv2d):
+    """A weight that is not stored in the order of its shape."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(3, 4, 5)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def keep_the_law_in_another_memory_order(rank: Rank) -> None:
+    ddp = DistributedDataParallel(Conv())
+    assert not ddp.module.weight.is_contiguous()
+    sync = attach(ddp, "topk, model", density=0.1)
+    torch.manual_seed(rank.rank)
+    image = torch.randint(-2, 3, (1, 3, 9, 9)).float()
+    alone = Conv()
+    alone(image).sum().backward()
+    ddp(image).sum().backward()
+    debt = sync.state_dict()[f"rank{rank.rank}/owed/weight"]
+    assert debt.shape == (4, 5, 5, 3)
+    settled = alone.weight.grad - debt.permute(0, 3, 1, 2)
+    assert settled.count_nonzero() > 0
+    assert torch.equal(ddp.module.weight.grad, rank_order_sum(settled.contiguous()) / rank.ranks)
+
+
+def test_channels_last() -> None:
+    group(2).run(keep_the_law_in_another_memory_order)
+
+
 # ---- warm-up and ramp --------------------------------------------------------------------------
 
 
@@ -350,7 +426,7 @@ def detach_and_attach(rank: Rank) -> None:
     first.detach()  # nothing left to do
     assert "detached" in repr(first)
     assert torch.equal(owed(first), debt)
-    with pytest.raises(RuntimeError, match="detached"):
+    with pytest.raises(ValueError, match="detached"):
         first.bypass()
 
     plain.ddp.module.load_state_dict(run.ddp.module.state_dict())
@@ -360,7 +436,7 @@ def detach_and_attach(rank: Rank) -> None:
         torch.testing.assert_close(run.mean_gradient(), plain.mean_gradient())
 
     second = attach(run.ddp, "randk", density=0.5)
-    with pytest.raises(RuntimeError, match=r"attached already: detach\(\)"):
+    with pytest.raises(ValueError, match=r"attached already: detach\(\)"):
         attach(run.ddp, "randk")
     run.train(range(6, 8))
     assert second.stats()["method"] == "randk"
@@ -371,6 +447,26 @@ def detach_and_attach(rank: Rank) -> None:
 @both_sizes
 def test_detach_leaves_plain_ddp(ranks: int) -> None:
     group(ranks).run(detach_and_attach)
+
+
+def copy_and_attach(rank: Rank) -> None:
+    run = Run(rank)
+    sync = attach(run.ddp, "topk, bucket")
+    run.train(range(2))
+    twin = copy.deepcopy(run.ddp)
+    torch.save(run.ddp, io.BytesIO())
+    twin.zero_grad()
+    twin(text(rank.rank, 2)).backward()
+    alone = run.local_gradient(2)
+    torch.testing.assert_close(flat(twin, lambda p: p.grad), rank_order_sum(alone) / rank.ranks)
+    assert len(sync.history()) == 2, "the copy is not attached"
+    other = attach(twin, "dense")
+    twin(text(rank.rank, 3)).backward()
+    assert len(other.history()) == 1
+
+
+def test_a_copy_of_an_attached_model_is_plain() -> None:
+    group(2).run(copy_and_attach)
 
 
 def look_at_the_handle(rank: Rank) -> str:

@@ -1,6 +1,7 @@
 """The Python face of a step: in place or not at all, and every mistake has its words."""
 
 import json
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -59,13 +60,36 @@ def test_buckets_may_be_views_of_one_buffer() -> None:
     assert buffer.tolist() == whole.tolist(), "of one rank, at density 1"
 
 
-def test_arrays_live_as_long_as_the_step_needs_them() -> None:
-    reducer = Reducer(LAYOUT, "topk", granularity="model", density=0.5)
-    reducer.begin(alone())
-    reducer.add(EVERYTHING, np.ones(SIZE, np.float32))
-    rubbish = [np.full(SIZE, np.nan, np.float32) for _ in range(100)]
-    assert reducer.finish().finite
-    assert len(rubbish) == 100
+def test_nothing_is_held_once_a_step_is_over() -> None:
+    def finish(reducer: Reducer) -> None:
+        reducer.finish()
+
+    def abandon(reducer: Reducer) -> None:
+        reducer.abandon()
+
+    def fail_in_add(reducer: Reducer) -> None:
+        with pytest.raises(ValueError, match="twice"):
+            reducer.add([0], gradient(size=20))
+
+    def fail_in_finish(reducer: Reducer) -> None:
+        with pytest.raises(ValueError, match="missing"):
+            reducer.finish()
+
+    for end, parameters in (
+        (finish, EVERYTHING),
+        (abandon, EVERYTHING),
+        (fail_in_add, EVERYTHING),
+        (fail_in_finish, [0]),
+    ):
+        reducer, comm = Reducer(LAYOUT, "topk"), alone()
+        mine = gradient(size=SIZE if end is not fail_in_finish else 20)
+        held = weakref.ref(mine), weakref.ref(comm)
+        reducer.begin(comm)
+        reducer.add(parameters, mine)
+        del mine, comm
+        assert all(thing() is not None for thing in held), "an open step needs them"
+        end(reducer)
+        assert all(thing() is None for thing in held), end.__name__
 
 
 def test_owed_is_a_copy_in_the_parameters_shape() -> None:

@@ -163,6 +163,7 @@ class ThreadRank final : public Communicator {
         inbox.counts.push_back(part_for_me(offer).size());
         total += inbox.counts.back();
       }
+      make_room(inbox.bytes, total);
       inbox.bytes.resize(total);
       auto next = inbox.bytes.begin();
       for (const Offer& offer : offers) next = std::ranges::copy(part_for_me(offer), next).out;

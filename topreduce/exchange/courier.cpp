@@ -48,13 +48,13 @@ void Courier::read_all(Read&& read) {
 void Courier::all_gather(SparseVector& mine, std::vector<SparseVector>& parts) {
   parts.resize(static_cast<std::size_t>(ranks()));
   if (ranks() == 1) {
-    parts[0] = mine;
+    parts[0].assign(mine);
     return;
   }
   {
     Stopwatch watch((*stats_)[Stage::pack]);
     outbox_.clear();
-    outbox_.reserve(wire::largest_message(mine.size(), envelope_.values));
+    make_room(outbox_, wire::largest_message(mine.size(), envelope_.values));
     wire::pack(envelope_, vote_, mine, outbox_);
   }
   {
@@ -64,7 +64,7 @@ void Courier::all_gather(SparseVector& mine, std::vector<SparseVector>& parts) {
   read_all([&](int r, std::span<const std::byte> message) {
     SparseVector& part = parts[static_cast<std::size_t>(r)];
     if (r != rank()) return wire::unpack(envelope_, message, part);
-    part = mine;
+    part.assign(mine);
     return vote_;
   });
 }
@@ -77,7 +77,7 @@ void Courier::send_to_each() {
 void Courier::all_to_all(std::span<SparseVector> outgoing, std::vector<SparseVector>& incoming) {
   incoming.resize(outgoing.size());
   const auto own = static_cast<std::size_t>(rank());
-  incoming[own] = outgoing[own];
+  incoming[own].assign(outgoing[own]);
   if (ranks() == 1) return;
   {
     Stopwatch watch((*stats_)[Stage::pack]);
@@ -127,8 +127,9 @@ void Courier::all_reduce(std::span<float> values, std::span<float> settled) {
   {
     Stopwatch watch((*stats_)[Stage::pack]);
     outbox_.clear();
-    outbox_.reserve(static_cast<std::size_t>(ranks()) * wire::largest_message(0, envelope_.values) +
-                    wire::largest_message(size, envelope_.values));
+    make_room(outbox_,
+              static_cast<std::size_t>(ranks()) * wire::largest_message(0, envelope_.values) +
+                  size * sizeof(float));
     counts_.clear();
     for (int r = 0; r < ranks(); ++r) {
       const std::size_t before = outbox_.size();
@@ -139,6 +140,7 @@ void Courier::all_reduce(std::span<float> values, std::span<float> settled) {
   }
   send_to_each();
   const std::span<float> owned = part(rank());
+  make_room(part_, owned.size());
   part_.resize(owned.size());
   read_all([&](int r, std::span<const std::byte> message) {
     const wire::Vote vote = wire::unpack_stretch(envelope_, message, part_);

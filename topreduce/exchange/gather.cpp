@@ -16,7 +16,7 @@ class Gather final : public Exchange {
  public:
   void run(const Pending& pending, const SparseVector& selected, const select::Budget&,
            Courier& courier, Delivery& delivery) override {
-    delivery.settled = selected;
+    delivery.settled.assign(selected);
     courier.all_gather(delivery.settled, parts_);
     adder_.add(parts_, pending.size(), delivery.sum);
   }

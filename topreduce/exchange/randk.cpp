@@ -19,13 +19,18 @@ class RandK final : public Exchange {
  public:
   void run(const Pending& pending, const SparseVector&, const select::Budget& budget,
            Courier& courier, Delivery& delivery) override {
+    // An interval of a segment meets at most two stretches more than its share; a turn makes two.
+    const std::size_t most =
+        pending.size() * budget.entries / std::max<std::size_t>(1, budget.model) +
+        4 * pending.segments().size();
+    delivery.sum.reserve(most);
+    delivery.settled.reserve(most);
     Buffer<Index>& indices = delivery.sum.indices;
     indices.clear();
     for (const Segment& segment : pending.segments()) draw(segment, budget, indices);
-    delivery.sum.values.resize(indices.size());
-    delivery.settled.indices = indices;
-    delivery.settled.values.resize(indices.size());
+    delivery.sum.resize(indices.size());
     pending.gather(indices, delivery.sum.values);
+    delivery.settled.assign(delivery.sum);
     courier.all_reduce(delivery.sum.values, delivery.settled.values);
   }
 

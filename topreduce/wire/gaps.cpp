@@ -51,7 +51,7 @@ std::byte* encode_gaps(std::span<const Index> indices, std::byte* out) {
 void decode_gaps(std::span<const std::byte> bytes, Index universe, std::span<Index> indices) {
   const std::byte* next = bytes.data();
   const std::byte* const end = next + bytes.size();
-  std::uint64_t following = 0;  // 64 bits: no sum of gaps can wrap round into the universe
+  std::uint64_t following = 0;
   for (std::size_t i = 0; i < indices.size(); ++i) {
     std::uint64_t gap;
     if (end - next >= 2 && (load<std::uint16_t>(next) & 0x8080) != 0x8080) {
@@ -63,7 +63,7 @@ void decode_gaps(std::span<const std::byte> bytes, Index universe, std::span<Ind
     } else {
       gap = decode_long(next, end, i);
     }
-    const std::uint64_t index = following + gap;
+    const std::uint64_t index = following + gap;  // 64 bits: cannot wrap round into the universe
     if (index >= universe) {
       fail(i, "is " + std::to_string(index) + ", expected less than " + std::to_string(universe));
     }

@@ -86,7 +86,8 @@ class GPT(nn.Module):
                 continue
             # Every block adds twice to the stream: smaller outputs keep its variance level.
             depth = 2 * self.config.layers if name.endswith("_out.weight") else 1
-            nn.init.normal_(parameter, std=0.02 / math.sqrt(depth), generator=generator)
+            deviation = 0.6 / math.sqrt(self.config.width * depth)
+            nn.init.normal_(parameter, std=deviation, generator=generator)
 
     def forward(self, ids: Tensor) -> Tensor:
         positions = torch.arange(ids.shape[1], device=ids.device)

@@ -7,6 +7,7 @@ import datetime
 import faulthandler
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import tempfile
@@ -101,7 +102,7 @@ class _Rank:
         self.pipe, sender = spawn.Pipe(duplex=False)
         self._process = spawn.Process(
             target=_run,
-            args=(rank, world_size, folder / "meeting", self._output, sender, body, options),
+            args=(rank, world_size, folder, self._output, sender, body, options),
             name=f"topreduce-rank-{rank}",
             daemon=True,
         )
@@ -184,13 +185,13 @@ def _interrupts_held_back() -> Iterator[None]:
 def _run(
     rank: int,
     world_size: int,
-    meeting_file: Path,
+    folder: Path,
     output: Path,
     pipe: connection.Connection[Any, Any],
     body: Body[Any, Any, Any],
     options: Any,
 ) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     _redirect_output(output)
     if loopback := {"lo", "lo0"}.intersection(name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())
@@ -198,7 +199,7 @@ def _run(
         # A file instead of a port: no two launches can meet.
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{meeting_file}",
+            init_method=f"file://{folder / 'meeting'}",
             rank=rank,
             world_size=world_size,
             timeout=COLLECTIVE_TIMEOUT,
@@ -211,10 +212,11 @@ def _run(
         os._exit(1)  # at once: closed sockets release the peers, and no thread is waited for
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: Path) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    shutil.rmtree(folder, ignore_errors=True)  # a killed parent could not
     os._exit(1)
 
 

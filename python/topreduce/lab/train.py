@@ -32,7 +32,7 @@ class TrainOptions:
     context: int | None = None  # None: the model's own
     batch: int = 4  # sequences per rank and step
     steps: int = 500
-    learning_rate: float = 4e-3
+    learning_rate: float = 3e-3
     schedule: Literal["cosine", "constant"] = "cosine"
     sample: int = 0  # characters that rank 0 writes after the training
     seed: int = 0
@@ -71,7 +71,9 @@ def train_rank(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     ddp = DistributedDataParallel(model)
     sync = _attach(ddp, options)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.0, betas=(0.9, 0.99), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        ddp.parameters(), lr=0.0, betas=(0.9, 0.99), weight_decay=0.1, fused=True
+    )
 
     losses: list[float] = []
     bytes_sent: list[int] = []

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from topreduce import Layout, Reducer
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.steps import Steps
-from topreduce.torch.sync import Sync, as_setting, concur
+from topreduce.torch.sync import Sync, as_setting
 
 _TIMEOUT = timedelta(minutes=5)
 _REMEDY = "wrap the model in a new DistributedDataParallel and attach to that"
@@ -23,22 +24,22 @@ _REMEDY = "wrap the model in a new DistributedDataParallel and attach to that"
 class _Dispatcher:
     """Whom DDP's hook serves. DDP cannot remove a hook, so it stays when the handle goes."""
 
-    def __init__(self, ddp: DistributedDataParallel | None = None) -> None:
-        # Weak: DDP's C++ part owns this object, where the garbage collector sees no cycle.
-        self._ddp = weakref.ref(ddp) if ddp is not None else None
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        # DDP's C++ part owns this object, where the garbage collector sees no cycle: nothing here
+        # may lead back to the DDP model.
+        self._group = group
         self.steps: Steps | None = None
 
-    def reduce(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
         if self.steps is not None:
             return self.steps.take(bucket)
-        ddp = self._ddp() if self._ddp is not None else None
-        return allreduce_hook(ddp.process_group if ddp is not None else dist.group.WORLD, bucket)
+        return allreduce_hook(self._group, bucket)
 
     def release(self) -> None:
         self.steps = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Dispatcher, ()  # a copy of the DDP model is not attached
+        return object, ()  # a copy of the DDP model is not attached
 
 
 _dispatchers: "weakref.WeakKeyDictionary[DistributedDataParallel, _Dispatcher]" = (
@@ -46,7 +47,7 @@ _dispatchers: "weakref.WeakKeyDictionary[DistributedDataParallel, _Dispatcher]" 
 )
 
 
-def _hook(state: _Dispatcher, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+def _hook(state: _Dispatcher, bucket: GradBucket) -> Future[torch.Tensor]:
     return state.reduce(bucket)
 
 
@@ -77,7 +78,7 @@ def attach(
     _check_type(ddp)
     dispatcher = _dispatchers.get(ddp)
     if dispatcher is not None and dispatcher.steps is not None:
-        raise RuntimeError("this model is attached already: detach() the handle first")
+        raise ValueError("this model is attached already: detach() its handle first")
     given = {
         "density": density,
         "granularity": granularity,
@@ -94,12 +95,13 @@ def attach(
     try:
         reducer, numbers = _prepare_together(comm, ddp, method, given, timeout)
         reducer.agree(comm)
+        if dispatcher is None:
+            dispatcher = _Dispatcher(ddp.process_group)
+            ddp.register_comm_hook(dispatcher, _hook)
+            _dispatchers[ddp] = dispatcher
     except BaseException as error:
         comm.close(f"attach: {error}")
         raise
-    if dispatcher is None:
-        dispatcher = _dispatchers[ddp] = _Dispatcher(ddp)
-        ddp.register_comm_hook(dispatcher, _hook)
     dispatcher.steps = Steps(reducer, comm, numbers)
     return Sync(reducer, comm, dispatcher.steps, dispatcher.release)
 
@@ -118,7 +120,7 @@ def _prepare_together(
     except Exception as error:
         refusal = error
     try:
-        concur(comm, "ready" if refusal is None else f"{type(refusal).__name__}: {refusal}")
+        comm.concur("ready" if refusal is None else f"{type(refusal).__name__}: {refusal}")
     except ValueError:
         if refusal is None:
             raise
@@ -134,7 +136,7 @@ def _prepare(
     if not _is_valid(timeout):
         raise ValueError(f"timeout must be a positive timedelta, not {timeout!r}")
     if ddp not in _dispatchers:
-        hook = ddp._get_ddp_logging_data().get("comm_hook")
+        hook = ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
         if hook:
             raise ValueError(f"DDP takes one hook and already has {hook}: {_REMEDY}")
     parameters = _parameters(ddp)
@@ -146,6 +148,9 @@ def _prepare(
 
 def _parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """Those that DDP reduces, in registration order."""
+    for name, module in ddp.module.named_modules():
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(f"{name} has sparse gradients; build it with sparse=False")
     buckets = ddp.reducer._get_zeros_like_grad_buckets()
     reduced = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
     parameters = {}
@@ -161,15 +166,12 @@ def _parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
             raise ValueError(f"{name} is complex; only real parameters can be compressed")
         if parameter.device.type != "cpu":
             raise ValueError(f"{name} is on {parameter.device}; only CPU gradients are supported")
-    for name, module in ddp.module.named_modules():
-        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
-            raise ValueError(f"{name} has sparse gradients; build it with sparse=False")
     return parameters
 
 
 def _stored_shape(parameter: torch.Tensor) -> list[int]:
     """The shape in the order of memory, which is how DDP lays out gradients (channels_last)."""
-    axes = sorted(range(parameter.dim()), key=lambda axis: -parameter.stride(axis))
+    axes = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     if parameter.is_contiguous() or not parameter.permute(axes).is_contiguous():
         return list(parameter.shape)
     return [parameter.shape[axis] for axis in axes]

@@ -84,6 +84,8 @@ def _compare(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     damaged = [key for key in saved if not torch.isfinite(torch.as_tensor(saved[key])).all()]
     if damaged:
         raise ValueError(f"damaged: infinity or NaN in {_few(damaged)}")
+    if saved["step"] < 0 or saved["step"] % 1:
+        raise ValueError(f"damaged: step is {saved['step']}")
 
 
 def _kind(value: object) -> str:

@@ -1,24 +1,25 @@
 """Bytes between the ranks of a DDP model, over a Gloo group of our own.
 
-A message and its length travel together. Every call sends one slot of fixed size to each rank, the
-lengths in front; only what did not fit goes in a second round:
+Every call begins with a round of fixed size, so that ranks that are at different places of their
+program find out instead of reading past a buffer:
 
-    [ heading | first bytes of the message ]   ->   [ the rest ]   (only if some rank has a rest)
+    [ heading: lengths | the message, if all are short ]   ->   [ the messages, if one is long ]
 
-All ranks see all lengths, so all of them know whether there is a second round, and all of them plan
-the same slot for the same place of the next step. In a steady run one call is one round.
+All ranks see all lengths, so all know whether there is a second round.
 """
 
 import re
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
 
 from topreduce import CommError, Communicator, WireError
 
@@ -26,13 +27,9 @@ Bytes = NDArray[np.uint8]
 T = TypeVar("T")
 
 _MAGIC = 0x746F7072656475  # "topredu"
-_HEADING = 5  # words: magic, number of the call, bytes to you, most bytes to anyone, bytes to all
-_WORD = 8
-_FIRST_SLOT = 1024
-# Bytes that a slot may waste for each rank, and the size above which a second round, that needs
-# no copy, costs less than the padding.
-_SPARE = 2048
-_LARGEST_SLOT = 1 << 20
+_HEADING = 4 * 8  # bytes, as int64: magic, number of the call, bytes to you, most bytes to anyone
+_SHORT = 1024  # bytes; at 100 Mb/s they take less time than a second round
+_WORD = b"word:"
 _STORE_PATIENCE = 2.0  # seconds; the machine that holds the store may be the one that died
 
 
@@ -41,44 +38,48 @@ class GroupCommunicator(Communicator):
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         super().__init__(group.rank(), group.size())
-        self.calls = 0
-        self._place = 0
+        self._calls = 0
         self._step = 0
-        self._slots: list[int] = []
+        self._calls_before_step = 0
         self._told = False
         self._buffers: dict[str, torch.Tensor] = {}
-        # Not dist.new_group: it wants the whole world, or names groups by their ranks so that a
-        # second one with the same ranks finds the addresses of the first.
-        store = group.get_group_store()
-        generation = store.add(f"topreduce/attached/{self.rank}", 1)
-        self._store = dist.PrefixStore(f"topreduce/{generation}", store)
-        self._gloo: dist.ProcessGroupGloo | None = None
+        self._store = _meet(group, timeout)
+        self._gloo: Any = None
         if self.size > 1:
             self._gloo, failure = _attempt(
                 lambda: dist.ProcessGroupGloo(self._store, self.rank, self.size, timeout=timeout)
             )
             if failure:
-                raise CommError(
-                    f"rank {self.rank} of {self.size}: could not reach all ranks within {timeout}; "
-                    f"every rank of the model's process group must call attach(): {failure}"
-                )
+                raise CommError(f"rank {self.rank} of {self.size}: no connection: {failure}")
 
     def start_step(self, step: int) -> None:
-        """From here on calls have the places that they had in the step before."""
+        """From here on errors name this step, and `calls_in_step` counts."""
         self._step = step
-        self._place = 0
+        self._calls_before_step = self._calls
+
+    @property
+    def calls_in_step(self) -> int:
+        return self._calls - self._calls_before_step
 
     def all_to_all(self, send: Bytes, counts: Sequence[int]) -> tuple[Bytes, list[int]]:
-        return self._exchange(np.split(send, np.cumsum(counts)[:-1]), send)
+        return self._exchange(np.split(send, np.cumsum(counts)[:-1]), lambda: send)
 
     def all_gather(self, mine: Bytes) -> tuple[Bytes, list[int]]:
-        return self._exchange([mine] * self.size, None)
+        def repeated() -> Bytes:
+            copies = self._buffer("repeated", self.size * mine.size)
+            copies.reshape(self.size, -1)[:] = mine
+            return copies
 
-    def all_gather_text(self, text: str) -> list[str]:
-        """Every rank's text; what is not text is shown as well as it can be."""
-        received, counts = self.all_gather(np.frombuffer(text.encode(), np.uint8))
-        parts = np.split(received, np.cumsum(counts)[:-1])
-        return [part.tobytes().decode(errors="replace") for part in parts]
+        return self._exchange([mine] * self.size, repeated)
+
+    def concur(self, word: str) -> None:
+        """Returns if all ranks came with the same word; otherwise ValueError, on all of them."""
+        mine = _WORD + word.encode()
+        received, counts = self.all_gather(np.frombuffer(mine, np.uint8))
+        words = [part.tobytes() for part in np.split(received, np.cumsum(counts)[:-1])]
+        if any(other != mine for other in words):
+            by_rank = "; ".join(f"rank {rank}: {_read(other)}" for rank, other in enumerate(words))
+            raise ValueError(f"the ranks differ, so nothing was changed: {by_rank}")
 
     def close(self, word: str = "") -> None:
         """Leaves. Peers that wait for us fail at once, and find `word` as the reason."""
@@ -86,67 +87,49 @@ class GroupCommunicator(Communicator):
             _with_patience(lambda: self._store.set(f"word/{self.rank}", word))
         self._gloo = None  # the last reference: this closes the connections
 
-    def _exchange(self, parts: list[Bytes], whole: Bytes | None) -> tuple[Bytes, list[int]]:
-        """Sends parts[r] to rank r. `whole`: the parts, if they stand one after the other."""
+    def _exchange(
+        self, parts: list[Bytes], in_one_piece: Callable[[], Bytes]
+    ) -> tuple[Bytes, list[int]]:
+        """Sends parts[r] to rank r."""
         if self.size == 1:
             return parts[0], [parts[0].size]
-        self.calls += 1
-        if self._place == len(self._slots):
-            self._slots.append(_FIRST_SLOT)
-        slot = self._slots[self._place]
-
+        self._calls += 1
         counts = [part.size for part in parts]
-        rows = self._buffer("slots out", self.size * (_HEADING * _WORD + slot))
-        rows = rows.reshape(self.size, -1)
-        heading = rows.view(np.int64)
-        heading[:, :_HEADING] = (_MAGIC, self.calls, 0, max(counts), sum(counts))
+        first = self._buffer("first out", self.size * (_HEADING + _SHORT))
+        rows = first.reshape(self.size, -1)
+        heading = rows[:, :_HEADING].view(np.int64)
+        heading[:] = (_MAGIC, self._calls, 0, max(counts))
         heading[:, 2] = counts
         for row, part in zip(rows, parts, strict=True):
-            first = part[:slot]
-            row[_HEADING * _WORD :][: first.size] = first
-        inbox = self._buffer("slots in", rows.size)
-        self._transfer(rows.reshape(-1), inbox, [], [])
-        inbox = inbox.reshape(self.size, -1)
-        incoming, largest, total = self._read(inbox.view(np.int64)[:, :_HEADING])
-        self._slots[self._place] = _plan(largest, total // self.size**2)
-        self._place += 1
+            if part.size <= _SHORT:
+                row[_HEADING:][: part.size] = part
+        first_in = self._buffer("first in", first.size)
+        self._transfer(first, first_in, [], [])
+        rows = first_in.reshape(self.size, -1)
+        incoming, largest = self._lengths(rows[:, :_HEADING].view(np.int64))
 
-        rest = self._buffer("rest in", sum(max(count - slot, 0) for count in incoming))
-        if largest > slot:
-            outgoing = [part[slot:] for part in parts]
-            self._transfer(
-                whole if slot == 0 and whole is not None else np.concatenate(outgoing),
-                rest,
-                [part.size for part in outgoing],
-                [max(count - slot, 0) for count in incoming],
-            )
-        if slot == 0:
-            return rest, incoming
-        pieces = []
-        for row, count in zip(inbox, incoming, strict=True):
-            pieces.append(row[_HEADING * _WORD :][: min(count, slot)])
-            pieces.append(rest[: max(count - slot, 0)])
-            rest = rest[max(count - slot, 0) :]
         received = self._buffer("received", sum(incoming))
-        np.concatenate(pieces, out=received)
+        if largest > _SHORT:
+            self._transfer(in_one_piece(), received, counts, incoming)
+        else:
+            messages = [row[_HEADING:][:n] for row, n in zip(rows, incoming, strict=True)]
+            np.concatenate(messages, out=received)
         return received, incoming
 
-    def _read(self, headings: NDArray[np.int64]) -> tuple[list[int], int, int]:
-        """Bytes from each rank; most bytes of any pair; bytes of all. Trusts no peer."""
-        incoming, largest, total = [], 0, 0
-        for peer, (magic, call, count, most, everything) in enumerate(headings.tolist()):
-            if magic != _MAGIC or not 0 <= count <= most <= everything < 1 << 48:
+    def _lengths(self, headings: NDArray[np.int64]) -> tuple[list[int], int]:
+        """Bytes from each rank, and the most between any two ranks. Trusts no peer."""
+        incoming, largest = [], 0
+        for peer, (magic, call, count, most) in enumerate(headings.tolist()):
+            if magic != _MAGIC or not 0 <= count <= most < 1 << 48:
                 raise WireError(f"{self._where()}: a damaged or foreign message from rank {peer}")
-            if call != self.calls:
+            if call != self._calls:
                 raise WireError(
-                    f"{self._where()}: rank {peer} is at its call {call}, we are at {self.calls}; "
-                    "attach, configure, bypass, resume and backward must come in the same order "
-                    "on all ranks"
+                    f"{self._where()}: rank {peer} is {call - self._calls} calls ahead; attach, "
+                    "configure, bypass, resume and backward must come in one order on all ranks"
                 )
             incoming.append(count)
             largest = max(largest, most)
-            total += everything
-        return incoming, largest, total
+        return incoming, largest
 
     def _transfer(self, send: Bytes, out: Bytes, counts: list[int], out_counts: list[int]) -> None:
         """One round; without counts, the same number of bytes to and from every rank."""
@@ -179,7 +162,8 @@ class GroupCommunicator(Communicator):
         return _with_patience(read) or []
 
     def _where(self) -> str:
-        return f"rank {self.rank} of {self.size}, step {self._step}, exchange {self._place + 1}"
+        place = f"rank {self.rank} of {self.size}, step {self._step}"
+        return f"{place}, exchange {self.calls_in_step}"
 
     def _buffer(self, name: str, size: int) -> Bytes:
         """Memory that is reused from call to call."""
@@ -189,11 +173,32 @@ class GroupCommunicator(Communicator):
         return buffer[:size].numpy()
 
 
-def _plan(largest: int, average: int) -> int:
-    """The slot for messages like these: all of them fit, with little padding; or none."""
-    slot = (largest + largest // 64 + _WORD) // _WORD * _WORD
-    spare = max(_SPARE, average // 16)
-    return slot if slot <= _LARGEST_SLOT and slot - average <= spare else 0
+def _read(word: bytes) -> str:
+    if not word.startswith(_WORD):
+        return "in the middle of a step"
+    return word.removeprefix(_WORD).decode(errors="replace")
+
+
+def _meet(group: dist.ProcessGroup, timeout: timedelta) -> Store:
+    """A place of their own for the ranks of `group`, once all of them have come.
+
+    Not dist.new_group: that wants the whole world, or names groups by their ranks, so that the
+    second one with the same ranks finds the addresses of the first.
+    """
+    rank, ranks = group.rank(), group.size()
+    store = PrefixStore(f"topreduce/{group.group_name}", _get_default_store())
+    meetings = f"meetings of rank {rank}"
+    place = PrefixStore(f"meeting {store.add(meetings, 0)}", store)
+    if place.add("here", 1) == ranks:
+        place.set("all here", "")
+    _, failure = _attempt(lambda: place.wait(["all here"], timeout))
+    if failure and place.add("here", -1) < ranks - 1:  # else the last one came just now
+        raise CommError(
+            f"rank {rank} of {ranks}: not all ranks of the model's process group called attach() "
+            f"within {timeout}"
+        )
+    store.add(meetings, 1)
+    return place
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, str]:

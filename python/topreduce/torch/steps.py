@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
+from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from topreduce import CommError, Reducer, WireError
+from topreduce import CommError, Reducer, StepStats, WireError
 from topreduce.torch.process_group import GroupCommunicator
 
 _HISTORY = 1000
@@ -40,7 +40,7 @@ class _Step:
 class _Bucket:
     """A bucket in the worker's hands. The memory belongs to DDP."""
 
-    def __init__(self, bucket: dist.GradBucket) -> None:
+    def __init__(self, bucket: GradBucket) -> None:
         self.future: Future[torch.Tensor] = Future()
         self.buffer = bucket.buffer()
         self.parameters = bucket.parameters()
@@ -70,13 +70,11 @@ class Steps:
         """`numbers`: a parameter's id() and its number in the reducer's layout."""
         self.broken: Exception | None = None  # why no further step is possible
         self.history: deque[dict[str, Any]] = deque(maxlen=_HISTORY)
-        self.seconds_waited = 0.0
         self._reducer = reducer
         self._comm = comm
         self._numbers = numbers
         self._step = _Step(None)
         self._step.over.set()
-        self._calls_before = 0
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_run, args=(self._tasks,), name="topreduce", daemon=True
@@ -84,12 +82,7 @@ class Steps:
         self._thread.start()
         self._stop = weakref.finalize(self, self._tasks.put, None)
 
-    @property
-    def open(self) -> bool:
-        """A backward pass is under way, or one was cut short."""
-        return not self._step.over.is_set()
-
-    def take(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    def take(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """DDP's hook. Never raises inside backward(): that would break DDP's next step."""
         taken = _Bucket(bucket)
         if taken.is_first:
@@ -112,9 +105,28 @@ class Steps:
         self.broken = error.with_traceback(None)
         return self.broken
 
+    def settle(self) -> None:
+        """Waits for the worker; drops a step whose backward pass the user's code cut short."""
+        if not self._step.over.is_set():
+            step = self._step
+
+            def drop() -> None:
+                self._reducer.abandon()
+                step.over.set()
+
+            self._tasks.put(drop)
+            step.over.wait()
+
     def stop(self) -> None:
+        self.settle()
         self._stop()
         self._thread.join()
+
+    def record(self, stats: StepStats, density: float, seconds_waited: float) -> dict[str, Any]:
+        """A step as users see it."""
+        method = self._reducer.spec["method"]
+        ours = {"method": method, "density": density, "seconds_waited": seconds_waited}
+        return {**stats.as_dict(), **ours}
 
     def _reduce(self, step: _Step, bucket: _Bucket) -> None:
         """The worker's part: everything that can fail, or take time, happens here."""
@@ -125,26 +137,32 @@ class Steps:
             except Exception as error:
                 self._reducer.abandon()
                 # A caller's mistake found before anything was sent leaves the peers in step.
-                usable = isinstance(error, ValueError) and self._comm.calls == self._calls_before
+                usable = isinstance(error, ValueError) and self._comm.calls_in_step == 0
                 step.error = error if usable else self.fail(error)
         if bucket.is_last:
             self._complete(step)
 
     def _advance(self, step: _Step, bucket: _Bucket) -> None:
         if bucket.is_first:
-            self._reducer.abandon()  # a backward pass that the user's code cut short
-            self._calls_before = self._comm.calls
-            self._comm.start_step(self._reducer.step)
             step.density = self._reducer.density
-            self._reducer.begin(self._comm)
+            self._begin(self._reducer.step)
         self._reducer.add([self._number(each) for each in bucket.parameters], bucket.gradient())
         if bucket.is_last:
-            stats = self._reducer.finish().as_dict()
+            stats = self._reducer.finish()
             for finished in step.buckets:
                 finished.give_back()
             waited = time.perf_counter() - step.last_handed_over
-            self.seconds_waited += waited
-            self.history.append({**stats, "density": step.density, "seconds_waited": waited})
+            self.history.append(self.record(stats, step.density, waited))
+
+    def _begin(self, number: int) -> None:
+        self._reducer.abandon()  # a backward pass that the user's code cut short
+        self._comm.start_step(number)
+        try:
+            self._reducer.begin(self._comm)
+        finally:
+            # After a change the ranks compare their settings first. Where they differ all of them
+            # raise, and are still in step.
+            self._comm.start_step(number)
 
     def _number(self, parameter: torch.Tensor) -> int:
         number = self._numbers.get(id(parameter))

@@ -33,12 +33,13 @@ class Sync:
 
     def stats(self) -> dict[str, Any]:
         """What the last step cost this rank, and what it moved."""
-        last = self._steps.history[-1] if self._steps.history else self._reducer.stats.as_dict()
-        return {"density": self._reducer.density, "seconds_waited": 0.0, **last, **self._method}
+        if self._steps.history:
+            return dict(self._steps.history[-1])
+        return self._steps.record(self._reducer.stats, self._reducer.density, 0.0)
 
     def history(self) -> list[dict[str, Any]]:
         """`stats()` of the last 1000 steps, oldest first."""
-        return [{**step, **self._method} for step in self._steps.history]
+        return [dict(step) for step in self._steps.history]
 
     def configure(self, **changes: object) -> None:
         """Changes settings from the next step on, e.g. density=0.001; what is owed stays.
@@ -63,10 +64,12 @@ class Sync:
 
         Every rank must save its own. Keys hold the rank, so one checkpoint can hold all of them.
         """
+        self._steps.settle()
         return checkpoint.pack(self._reducer, self._comm.rank, self._comm.size)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict()` was taken; ValueError, with what differs, if it cannot."""
+        self._steps.settle()
         checkpoint.unpack(state, self._reducer, self._comm.rank, self._comm.size)
 
     def detach(self) -> None:
@@ -95,36 +98,23 @@ class Sync:
         if self._steps.broken is not None:
             return f"broken ({self._steps.broken})"
         mode = "bypassed" if self._reducer.bypassed else f"density {self._reducer.density:.3g}"
-        return f"{self._method['method']}, {mode}"
-
-    @property
-    def _method(self) -> dict[str, str]:
-        return {"method": self._reducer.spec["method"]}
+        return f"{self._reducer.spec['method']}, {mode}"
 
     def _together(self, action: str, change: Callable[[], None]) -> None:
         """Changes the reducer if all ranks want this before the same step; else all raise."""
         if not self._attached:
-            raise RuntimeError(f"{action}: this handle is detached; use the one of the last attach")
+            raise ValueError(f"{action}: this handle is detached; use the one of the last attach")
         if self._steps.broken is not None:
             raise self._steps.broken.with_traceback(None)
-        if self._steps.open:
-            raise RuntimeError(f"{action}: only between steps, not inside a backward pass")
+        self._steps.settle()
         try:
-            concur(self._comm, f"{action} before step {self._reducer.step}")
+            self._comm.concur(f"{action} before step {self._reducer.step}")
             change()  # raises ValueError on all ranks or on none: they agree on all it looks at
             self._reducer.agree(self._comm)
         except ValueError:
             raise
         except Exception as error:
             raise self._steps.fail(error) from None
-
-
-def concur(comm: GroupCommunicator, word: str) -> None:
-    """Returns if all ranks came with the same word; otherwise ValueError, on all. Collective."""
-    words = comm.all_gather_text(word)
-    if any(other != word for other in words):
-        by_rank = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(words))
-        raise ValueError(f"the ranks differ, so nothing was changed: {by_rank}")
 
 
 def as_setting(value: object) -> object:

@@ -1,0 +1,103 @@
+"""attach: a DDP step through us, relative to one with torch's noop_hook (no averaging at all).
+
+4 processes over loopback, one thread each, a 10.7 M-parameter GPT. Variants take turns, block by
+block, in one process group, so that the noise of the machine hits all of them alike; noop stands
+twice in the list, and the ratio of the two shows that noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import topreduce.torch
+from topreduce.lab.gpt import GPT, preset
+from topreduce.lab.launch import launch
+from topreduce.lab.text import load_text
+from topreduce.lab.train import next_id_loss
+
+VARIANTS = {
+    "noop_hook": None,
+    "noop_hook (A/A)": None,
+    "plain DDP": None,
+    "topk 1 %, bucket": {"method": "topk", "density": 0.01, "granularity": "bucket"},
+    "topk 1 %, model": {"method": "topk", "density": 0.01, "granularity": "model"},
+    "dense": {"method": "dense"},
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    blocks: int
+    steps: int
+    batch: int
+    context: int
+
+
+def variant(name: str, options: Options) -> tuple[DistributedDataParallel, object]:
+    """A model of its own for each variant, all from the same seed."""
+    ddp = DistributedDataParallel(GPT(preset("gpt:10m", context=options.context), seed=0))
+    if name.startswith("noop"):
+        ddp.register_comm_hook(None, noop_hook)
+    arguments = VARIANTS[name]
+    return ddp, topreduce.torch.attach(ddp, **arguments) if arguments else None
+
+
+def measure(
+    rank: int, world_size: int, options: Options, report: Callable[[str], None]
+) -> dict[str, tuple[list[float], dict[str, object]]]:
+    """Seconds of every step by variant, and the last statistics of those that have any."""
+    torch.set_num_threads(1)
+    text = load_text()
+    models = {name: variant(name, options) for name in VARIANTS}
+    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for block in range(options.blocks + 1):  # the first block warms up
+        for name, (ddp, _) in models.items():
+            for step in range(options.steps):
+                inputs, targets = text.training_batch(
+                    options.batch, options.context, seed=0, rank=rank, step=step
+                )
+                dist.barrier()
+                started = time.perf_counter()
+                ddp.zero_grad()
+                next_id_loss(ddp, inputs, targets).backward()
+                if block and step:
+                    seconds[name].append(time.perf_counter() - started)
+        report(f"block {block} of {options.blocks}")
+    stats = {name: sync.stats() if sync else {} for name, (_, sync) in models.items()}
+    return {name: (seconds[name], stats[name]) for name in VARIANTS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--context", type=int, default=64)
+    arguments = parser.parse_args()
+    options = Options(arguments.blocks, arguments.steps, arguments.batch, arguments.context)
+    results = launch(measure, arguments.ranks, options)
+    medians = {
+        name: statistics.median(second for result in results for second in result[name][0])
+        for name in VARIANTS
+    }
+    baseline = medians["noop_hook"]
+    print(f"{'forward + backward':24} {'ms':>8} {'times noop':>10} {'kB sent':>8} {'waited ms':>9}")
+    for name, median in medians.items():
+        stats = results[0][name][1]
+        sent = f"{stats['bytes_sent'] / 1e3:8.0f}" if stats else " " * 8
+        waited = f"{stats['seconds_waited'] * 1e3:9.1f}" if stats else ""
+        print(f"{name:24} {median * 1e3:8.1f} {median / baseline:10.3f} {sent} {waited}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,405 @@
+"""What attach() and its handle do when something is wrong, in real processes over Gloo."""
+
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Dictated, Run, owed, rank_order_sum, small_integers
+from processes import Processes, Rank, group
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from topreduce.torch import CommError, WireError, attach
+
+MODEL = {"granularity": "model", "density": 0.05}
+BUCKET = {"granularity": "bucket", "density": 0.05}
+QUICK = 10.0  # seconds; far less than the time-out
+
+
+# ---- a network that fails ----------------------------------------------------------------------
+
+
+def break_down(
+    rank: Rank, settings: dict[str, Any], healthy: int, options: dict[str, Any]
+) -> tuple[str, str]:
+    run = Run(rank, bucket_cap_mb=0.02, **options)
+    sync = attach(run.ddp, **settings, timeout=timedelta(seconds=50))
+    run.train(range(healthy))
+    debt = owed(sync)
+    if rank.rank == 1:
+        transfer, calls = sync._comm._transfer, []
+
+        def fail_in_the_middle(*arguments: Any) -> None:
+            calls.append(1)
+            if len(calls) > (settings is BUCKET and healthy > 0):
+                raise CommError("the cable is cut")
+            transfer(*arguments)
+
+        sync._comm._transfer = fail_in_the_middle  # type: ignore[method-assign]
+    started = time.monotonic()
+    with pytest.raises(CommError) as failure:
+        run.backward(healthy)
+    assert time.monotonic() - started < QUICK
+    assert run.mean_gradient().count_nonzero() == 0
+    assert torch.equal(owed(sync), debt)
+
+    same = re.escape(str(failure.value))
+    with pytest.raises(CommError, match=same):
+        run.backward(healthy)
+    for change in (sync.bypass, lambda: sync.configure(density=0.5)):
+        with pytest.raises(CommError, match=same):
+            change()
+    assert "broken" in repr(sync)
+
+    # DDP goes on by itself, and a new handle takes over what was owed.
+    state = sync.state_dict()
+    sync.detach()
+    run.train(range(healthy, healthy + 2))
+    again = attach(run.ddp, **settings)
+    again.load_state_dict(state)
+    assert torch.equal(owed(again), debt)
+    run.train(range(healthy + 2, healthy + 4))
+    return str(failure.value), run.digest()
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["plain", "static graph"])
+@pytest.mark.parametrize("healthy", [0, 3])
+@pytest.mark.parametrize("settings", [MODEL, BUCKET], ids=["model", "bucket"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_broken_rank_stops_all_at_once(
+    ranks: int, settings: dict[str, Any], healthy: int, options: dict[str, Any]
+) -> None:
+    messages, digests = zip(*group(ranks).run(break_down, settings, healthy, options), strict=True)
+    assert len(set(digests)) == 1
+    for rank, message in enumerate(messages):
+        assert "the cable is cut" in message
+        assert "detach()" in message
+        if rank != 1:
+            assert message.startswith(f"rank {rank} of {ranks}, step {healthy}, exchange ")
+            assert "rank 1 gave up: CommError" in message
+
+
+def lose_a_rank(rank: Rank) -> str | None:
+    run = Run(rank)
+    sync = attach(run.ddp, **BUCKET, timeout=timedelta(seconds=50))
+    run.train(range(2))
+    debt = owed(sync)
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(CommError) as failure:
+        run.backward(2)
+    assert time.monotonic() - started < QUICK
+    assert torch.equal(owed(sync), debt)
+    return str(failure.value)
+
+
+def test_a_killed_rank() -> None:
+    messages = Processes(3).run(lose_a_rank, dying=[1])
+    assert messages[1] is None
+    assert "one may have died" in messages[0] or "one may have died" in messages[2]
+
+
+def be_silent(rank: Rank) -> float:
+    run = Run(rank)
+    attach(run.ddp, **BUCKET, timeout=timedelta(seconds=1))
+    run.train(range(2))
+    if rank.rank == 1:
+        time.sleep(4)
+    started = time.monotonic()
+    with pytest.raises(CommError):
+        run.backward(2)
+    return time.monotonic() - started
+
+
+def test_a_silent_rank_is_waited_for_no_longer_than_the_timeout() -> None:
+    waited = group(2).run(be_silent)
+    assert 0.9 < waited[0] < 3.5
+    assert waited[1] < 0.9
+
+
+def make_a_mistake(rank: Rank, settings: dict[str, Any]) -> None:
+    run, undisturbed = Run(rank), Run(rank)
+    sync, twin = attach(run.ddp, **settings), attach(undisturbed.ddp, **settings)
+    undisturbed.train(range(4))
+    run.train(range(2))
+    numbers, sync._steps._numbers = sync._steps._numbers, {}
+    with pytest.raises(ValueError, match=r"that was not there at attach\(\)"):
+        run.backward(2)
+    assert run.mean_gradient().count_nonzero() == 0
+    sync._steps._numbers = numbers
+    run.train(range(2, 4))
+    assert run.digest() == undisturbed.digest()
+    assert torch.equal(owed(sync), owed(twin))
+
+
+@pytest.mark.parametrize("settings", [MODEL, BUCKET], ids=["model", "bucket"])
+def test_a_mistake_before_anything_was_sent_leaves_the_handle_usable(
+    settings: dict[str, Any],
+) -> None:
+    group(2).run(make_a_mistake, settings)
+
+
+def disagree_on_the_order(rank: Rank) -> None:
+    run = Run(rank)
+    sync = attach(run.ddp, **MODEL)
+    run.train(range(2))
+    started = time.monotonic()
+    if rank.rank == 0:
+        with pytest.raises(ValueError, match="rank 1: in the middle of a step"):
+            sync.configure(density=0.5)
+        assert sync.stats()["density"] == 0.05
+        with pytest.raises(CommError, match="rank 1 gave up: WireError"):
+            run.backward(2)
+    else:
+        with pytest.raises(WireError):
+            run.backward(2)
+    assert time.monotonic() - started < QUICK
+
+
+def test_ranks_at_different_places_of_the_program() -> None:
+    group(2).run(disagree_on_the_order)
+
+
+# ---- attach() that is refused ------------------------------------------------------------------
+
+
+class Wrapper(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+class FullyShardedDataParallel(nn.Module):
+    pass
+
+
+def wrong_models(rank: Rank) -> None:
+    ddp = DistributedDataParallel(Dictated())
+    for model, advice in (
+        (nn.Linear(2, 2), r"not Linear: wrap it first: attach\(DistributedDataParallel\(model\)"),
+        (Wrapper(ddp), r"not Wrapper: .* attach\(model\.module, \.\.\.\)"),
+        (FullyShardedDataParallel(), "not FullyShardedDataParallel: it shards its gradients"),
+        (3, "not int: pass the model that DistributedDataParallel returned"),
+    ):
+        with pytest.raises(TypeError, match=advice):
+            attach(model)
+
+    hooked = DistributedDataParallel(Dictated())
+    hooked.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(ValueError, match="already has allreduce_hook: wrap the model in a new"):
+        attach(hooked)
+    frozen = nn.Linear(2, 2)
+    frozen.bias.requires_grad_(False)
+    thawed = DistributedDataParallel(frozen)
+    frozen.bias.requires_grad_(True)
+    with pytest.raises(ValueError, match="bias was frozen when DDP wrapped it"):
+        attach(thawed)
+    with pytest.raises(ValueError, match=r"weights\.0 is complex"):
+        attach(DistributedDataParallel(Dictated([torch.complex64])))
+    with pytest.raises(ValueError, match="sparse=False"):
+        attach(DistributedDataParallel(nn.Sequential(nn.Embedding(3, 4, sparse=True))))
+
+
+def test_models_that_cannot_be_attached() -> None:
+    group(2).run(wrong_models)
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "density 0": ({"density": 0.0}, r"density.*0"),
+    "density above 1": ({"density": 1.5}, r"density.*1\.5"),
+    "unknown method": ({"method": "topkk"}, "topkk.*topk"),
+    "unknown setting": ({"densty": 0.1}, "densty.*density"),
+    "unknown feedback": ({"feedback": "residul"}, "residul.*residual"),
+    "keep_dense that fits nothing": ({"keep_dense": ["no.such*"]}, r"no\.such\*"),
+    "timeout": ({"timeout": timedelta(0)}, "positive timedelta"),
+}
+
+
+def mistaken(rank: Rank, mistakes: dict[str, Any], message: str) -> None:
+    ddp = DistributedDataParallel(Dictated())
+    with pytest.raises(ValueError, match=message):
+        attach(ddp, **mistakes)
+    # The same on rank 1 alone: the others hear of it, and nobody waits.
+    started = time.monotonic()
+    others = "nothing was changed.*rank 1: ValueError: (?s:.*)" + message
+    with pytest.raises(ValueError, match=message if rank.rank == 1 else others):
+        attach(ddp, **mistakes if rank.rank == 1 else {})
+    assert time.monotonic() - started < QUICK
+
+    sync = attach(ddp, density=0.1)
+    ddp(small_integers(ddp.module, rank.rank, 0)).backward()
+    assert sync.stats()["step"] == 0
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_on_one_or_all_ranks(mistake: str) -> None:
+    group(3).run(mistaken, *MISTAKES[mistake])
+
+
+class Renamed(Dictated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = self.weights
+        del self.weights
+
+
+def differ(rank: Rank, what: str) -> None:
+    odd = rank.rank == rank.ranks - 1
+    if what == "method":
+        expected = r"rank 0: method topk\n.*rank 1: method randk"
+        ddp, arguments = DistributedDataParallel(Dictated()), {"method": "randk" if odd else "topk"}
+    elif what == "density":
+        expected = r"rank 0: density = 0\.1\n.*rank 1: density = 0\.2"
+        ddp, arguments = DistributedDataParallel(Dictated()), {"density": 0.2 if odd else 0.1}
+    else:
+        expected = r"rank 0: parameter weights\.0.*\n.*rank 1: parameter others\.0"
+        ddp, arguments = DistributedDataParallel(Renamed() if odd else Dictated()), {}
+    with pytest.raises(ValueError, match=expected):
+        attach(ddp, **arguments)
+
+
+@pytest.mark.parametrize("what", ["method", "density", "model"])
+def test_ranks_that_differ(what: str) -> None:
+    group(2).run(differ, what)
+
+
+def attach_alone(rank: Rank) -> None:
+    ddp = DistributedDataParallel(Dictated())
+    if rank.rank == 0:
+        with pytest.raises(CommError, match=r"not all ranks .* called attach\(\) within 0:00:01"):
+            attach(ddp, timeout=timedelta(seconds=1))
+    dist.barrier()
+    attach(ddp)
+    ddp(small_integers(ddp.module, rank.rank, 0)).backward()
+
+
+def test_attach_on_some_ranks_only() -> None:
+    group(3).run(attach_alone)
+
+
+def attach_to_a_part_of_the_world(rank: Rank) -> None:
+    pair = dist.new_group([0, 2])
+    if rank.rank == 1:
+        return
+    ddp = DistributedDataParallel(Dictated(), process_group=pair)
+    for _ in range(2):
+        sync = attach(ddp, density=1.0)
+        ddp.zero_grad()
+        everyone = [small_integers(ddp.module, other, 0) for other in (0, 2)]
+        ddp(everyone[rank.rank // 2]).backward()
+        for weight, first, second in zip(ddp.module.weights, *everyone, strict=True):
+            assert torch.equal(weight.grad, (first + second) / 2)
+        sync.detach()
+
+
+def test_attach_to_a_part_of_the_world() -> None:
+    group(3).run(attach_to_a_part_of_the_world)
+
+
+def attach_alone_in_the_world(rank: Rank) -> None:
+    alone = [dist.new_group([each]) for each in range(rank.ranks)][rank.rank]
+    ddp = DistributedDataParallel(Dictated(), process_group=alone)
+    sync = attach(ddp, density=0.05)
+    before, gradients = owed(sync), small_integers(ddp.module, rank.rank, 0)
+    ddp(gradients).backward()
+    settled = before + torch.cat([g.flatten() for g in gradients]) - owed(sync)
+    assert torch.equal(torch.cat([w.grad.flatten() for w in ddp.module.weights]), settled)
+    assert sync.stats()["bytes_sent"] == 0
+
+
+def test_one_rank_sends_nothing() -> None:
+    group(2).run(attach_alone_in_the_world)
+
+
+# ---- checkpoints that do not fit ---------------------------------------------------------------
+
+
+def refuse_states(rank: Rank) -> None:
+    ddp = DistributedDataParallel(Dictated())
+    sync = attach(ddp, **MODEL)
+    ddp(small_integers(ddp.module, rank.rank, 0)).backward()
+    good, prefix = sync.state_dict(), f"rank{rank.rank}/"
+    weight = f"{prefix}owed/weights.4"
+    other = attach(DistributedDataParallel(nn.Linear(2, 2)), **MODEL).state_dict()
+    forgetful = attach(DistributedDataParallel(Dictated()), feedback="none", **MODEL).state_dict()
+
+    def without(key: str) -> dict[str, Any]:
+        return {name: value for name, value in good.items() if name != key}
+
+    nan = good[weight].clone()
+    nan[3] = float("nan")
+    for state, message in (
+        ([], "not a state_dict"),
+        ({}, "not a state_dict"),
+        ({"a": torch.zeros(2)}, "not a state_dict"),
+        ({**good, "format": 99}, "format is 99"),
+        ({**good, "ranks": 7}, "saved by 7 ranks, but this run has 2"),
+        ({k.replace(prefix, "rank9/"): v for k, v in good.items()}, "it is of rank9"),
+        (other, r"another model.*missing .*owed/weights\.0.*not known here owed/bias"),
+        (forgetful, "feedback 'none', but this run has 'residual'"),
+        (without(weight), r"missing owed/weights\.4"),
+        (without(f"{prefix}step"), "missing step"),
+        (
+            {**good, weight: good[weight][:-1]},
+            r"weights\.4 is float32 \(699,\), here float32 \(700,",
+        ),
+        ({**good, weight: good[weight].double()}, r"weights\.4 is float64"),
+        ({**good, weight: 3}, r"weights\.4 is a number"),
+        ({**good, f"{prefix}step": "two"}, "step is str, here a number"),
+        ({**good, weight: nan}, r"infinity or NaN in owed/weights\.4"),
+        ({**good, f"{prefix}step": -1.0}, r"step is -1\.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sync.load_state_dict(state)  # type: ignore[arg-type]
+        now = sync.state_dict()
+        assert all(
+            torch.equal(torch.as_tensor(now[k]), torch.as_tensor(good[k]))
+            for k in good
+            if k.startswith(prefix)
+        )
+
+    sync.bypass()
+    bypassed = sync.state_dict()
+    sync.load_state_dict(good)
+    assert sync.state_dict()[f"{prefix}bypassed"] == 0
+    sync.load_state_dict(bypassed)
+    alone = small_integers(ddp.module, rank.rank, 1)
+    ddp.zero_grad()
+    ddp(alone).backward()
+    mean = torch.cat([w.grad.flatten() for w in ddp.module.weights])
+    assert torch.equal(mean, rank_order_sum(torch.cat([g.flatten() for g in alone])) / rank.ranks)
+
+
+def load_different_steps(rank: Rank) -> None:
+    run = Run(rank)
+    sync = attach(run.ddp, **BUCKET)
+    states = []
+    for step in range(3):
+        states.append(sync.state_dict())
+        run.train(range(step, step + 1))
+    debt = owed(sync)
+    sync.load_state_dict(states[1 + rank.rank])
+    loaded = owed(sync)
+    with pytest.raises(ValueError, match=r"rank 0: step 1\n.*rank 1: step 2"):
+        run.backward(3)
+    assert torch.equal(owed(sync), loaded)
+    sync.load_state_dict(states[2])
+    run.train(range(2, 3))
+    assert sync.stats()["step"] == 2
+    assert not torch.equal(owed(sync), debt)  # the model has moved on
+
+
+def test_ranks_that_load_different_steps_are_told() -> None:
+    group(2).run(load_different_steps)
+
+
+def test_states_that_do_not_fit_change_nothing() -> None:
+    group(2).run(refuse_states)
