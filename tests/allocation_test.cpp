@@ -15,15 +15,18 @@ namespace {
 thread_local bool counting = false;
 std::atomic<int> allocations = 0;
 
-void* allocate(std::size_t size, std::size_t alignment) {
+void* allocate(std::size_t size, std::size_t alignment) noexcept {
   if (counting) ++allocations;
   // aligned_alloc wants a multiple of the alignment.
-  const std::size_t rounded = (size / alignment + 1) * alignment;
-  if (void* memory = std::aligned_alloc(alignment, rounded)) return memory;
+  return std::aligned_alloc(alignment, (size / alignment + 1) * alignment);
+}
+
+void* allocate_or_throw(std::size_t size, std::size_t alignment) {
+  if (void* memory = allocate(size, alignment)) return memory;
   throw std::bad_alloc();
 }
 
-void release(void* memory) {
+void release(void* memory) noexcept {
   if (counting && memory != nullptr) ++allocations;
   std::free(memory);
 }
@@ -32,12 +35,15 @@ constexpr std::size_t kPlain = __STDCPP_DEFAULT_NEW_ALIGNMENT__;
 
 }  // namespace
 
-// The array forms and those that do not throw end up in these.
+// The array forms end up in these; a sanitizer brings its own, which keep to themselves.
 void* operator new(std::size_t size) {
-  return allocate(size, kPlain);
+  return allocate_or_throw(size, kPlain);
 }
 void* operator new(std::size_t size, std::align_val_t alignment) {
-  return allocate(size, static_cast<std::size_t>(alignment));
+  return allocate_or_throw(size, static_cast<std::size_t>(alignment));
+}
+void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
+  return allocate(size, kPlain);
 }
 void operator delete(void* memory) noexcept {
   release(memory);

@@ -18,6 +18,17 @@ std::vector<std::string> lines_of(std::span<const std::byte> bytes) {
 
 }  // namespace
 
+std::string describe(const Layout& layout, const Spec& spec) {
+  std::string text = "method " + spec.name + "\n";
+  for (const auto& [name, value] : spec.settings) text += name + " = " + value + "\n";
+  for (const Parameter& parameter : layout.parameters()) {
+    text += "parameter " + parameter.name + " (";
+    for (const std::size_t extent : parameter.shape) text += " " + std::to_string(extent);
+    text += " )\n";
+  }
+  return text;
+}
+
 void expect_same_text(Communicator& comm, const std::string& text) {
   comm::Inbox inbox;
   comm.all_gather(std::as_bytes(std::span(text.data(), text.size())), inbox);

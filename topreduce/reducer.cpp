@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "topreduce/agreement.h"
+#include "topreduce/parcel.h"
 #include "topreduce/pipeline.h"
 #include "topreduce/version.h"
 
@@ -26,47 +27,8 @@ namespace {
 using Home = Pipeline::Place::Home;
 using wire::Vote;
 
-// One exchange of a step: what it spans, what was chosen, what it brought.
-struct Parcel {
-  Home home = Home::compressed;
-  std::vector<Segment> segments;
-  SparseVector selected;
-  kernels::Seen seen;
-  exchange::Delivery delivery;
-
-  void open(Home where) {
-    home = where;
-    segments.clear();
-    selected.clear();
-    seen = {};
-    delivery.clear();
-  }
-
-  // Parameter order, whatever order the caller had.
-  void arrange() {
-    std::ranges::sort(segments, {}, &Segment::parameter);
-    Index start = 0;
-    for (Segment& segment : segments) {
-      segment.start = start;
-      start += static_cast<Index>(segment.size());
-    }
-  }
-};
-
 // How a step treats the compressed parameters.
 enum class Regime { compress, dense, bypass };
-
-std::string describe(const Layout& layout, const Spec& spec, Reducer::Mode mode) {
-  std::string text = "topreduce " + std::string(version()) + "\nmethod " + spec.name +
-                     (mode == Reducer::Mode::bypass ? ", bypassed" : "") + "\n";
-  for (const auto& [name, value] : spec.settings) text += name + " = " + value + "\n";
-  for (const Parameter& parameter : layout.parameters()) {
-    text += "parameter " + parameter.name + " (";
-    for (const std::size_t extent : parameter.shape) text += " " + std::to_string(extent);
-    text += " )\n";
-  }
-  return text;
-}
 
 }  // namespace
 
@@ -79,9 +41,11 @@ struct Reducer::Inside {
 
   // Settings changed: the ranks must agree anew.
   void introduce() {
-    description = describe(layout, pipeline.spec, mode);
+    description = "topreduce " + std::string(version()) +
+                  (mode == Mode::bypass ? ", bypassed" : "") + "\n" +
+                  describe(layout, pipeline.spec);
     run = fingerprint(description);
-    agreed = false;
+    agreed_with = nullptr;
   }
 
   void begin(Communicator& communicator, float scale);
@@ -107,7 +71,7 @@ struct Reducer::Inside {
   std::uint64_t step = 0;
   std::string description;
   std::uint32_t run = 0;  // its fingerprint, in every message
-  bool agreed = false;
+  const Communicator* agreed_with = nullptr;
   StepStats stats;
 
   // The open step.
@@ -341,11 +305,11 @@ Reducer& Reducer::operator=(Reducer&&) noexcept = default;
 
 void Reducer::agree(Communicator& comm) {
   expect_same_text(comm, "step " + std::to_string(inside_->step) + "\n" + inside_->description);
-  inside_->agreed = true;
+  inside_->agreed_with = &comm;
 }
 
 void Reducer::begin(Communicator& comm, float loss_scale) {
-  if (!inside_->agreed) agree(comm);
+  if (inside_->agreed_with != &comm) agree(comm);
   inside_->begin(comm, loss_scale);
 }
 

@@ -34,7 +34,8 @@ class Reducer {
   Reducer& operator=(Reducer&&) noexcept;
 
   /// Compares version, model and settings over the ranks; std::invalid_argument on every rank, with
-  /// the difference by rank, if they differ. Collective. The first `begin` does it by itself.
+  /// the difference by rank, if they differ. Collective. The first `begin`
+  /// with a communicator does it by itself.
   void agree(Communicator& comm);
 
   /// Opens a step. `loss_scale`: gradients come multiplied by it, and so does the mean; what is

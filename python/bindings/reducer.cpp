@@ -1,9 +1,6 @@
 #include "topreduce/reducer.h"
 
-#include <algorithm>
-#include <cmath>
 #include <map>
-#include <set>
 #include <utility>
 
 #include <nanobind/nanobind.h>
@@ -14,6 +11,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings.h"
+#include "state.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -25,8 +23,6 @@ using topreduce::Spec;
 using topreduce::StepStats;
 
 namespace {
-
-using Array = nb::ndarray<nb::numpy, float>;
 
 // ---- what goes in ------------------------------------------------------------------------------
 
@@ -116,162 +112,7 @@ struct Owner {
   std::vector<nb::object> held;
 };
 
-// ---- what is kept ------------------------------------------------------------------------------
-
-nb::object copy_of(std::span<const float> values, const std::vector<std::size_t>& shape) {
-  auto* copy = new std::vector<float>(values.begin(), values.end());
-  nb::capsule owner(copy, [](void* p) noexcept { delete static_cast<std::vector<float>*>(p); });
-  return nb::cast(Array(copy->data(), shape.size(), shape.data(), owner));
-}
-
-// {"numbers": {name: float}, "parameters": {name: {parameter: float}}, "entries": {... arrays}}
-class Saver final : public topreduce::StateVisitor {
- public:
-  explicit Saver(const Layout& layout) : layout_(layout) {
-    for (const char* part : {"numbers", "parameters", "entries"}) state[part] = nb::dict();
-  }
-  void entries(std::string_view name, std::span<float> values) override {
-    nb::dict by_parameter;
-    for (const Parameter& parameter : layout_.parameters()) {
-      by_parameter[parameter.name.c_str()] =
-          copy_of(values.subspan(parameter.offset, parameter.size), parameter.shape);
-    }
-    put("entries", name, by_parameter);
-  }
-  void parameters(std::string_view name, std::span<double> values) override {
-    nb::dict by_parameter;
-    for (std::size_t p = 0; p < layout_.count(); ++p) {
-      by_parameter[layout_[p].name.c_str()] = values[p];
-    }
-    put("parameters", name, by_parameter);
-  }
-  void number(std::string_view name, double& value) override {
-    put("numbers", name, nb::float_(value));
-  }
-
-  nb::dict state;
-
- private:
-  void put(const char* part, std::string_view name, const nb::object& value) {
-    nb::object group = state[part];
-    group[nb::str(name.data(), name.size())] = value;
-  }
-  const Layout& layout_;
-};
-
-std::string shape_text(const std::size_t* extents, std::size_t dimensions) {
-  std::string text;
-  for (std::size_t d = 0; d < dimensions; ++d) text += (d ? ", " : "") + std::to_string(extents[d]);
-  return "(" + text + ")";
-}
-
-// Compares a state with what the reducer would save, and takes it over in a second visit, so that a
-// state that does not fit changes nothing.
-class Loader final : public topreduce::StateVisitor {
- public:
-  enum class Pass { check, apply };
-  Loader(const Layout& layout, nb::dict state, Pass pass)
-      : layout_(layout), state_(std::move(state)), pass_(pass) {}
-
-  void entries(std::string_view name, std::span<float> values) override {
-    const nb::dict saved = by_parameter("entries", name);
-    for (const Parameter& parameter : layout_.parameters()) {
-      const std::string what = std::string(name) + " of '" + parameter.name + "'";
-      nb::ndarray<const float, nb::c_contig, nb::device::cpu> array;
-      if (!nb::try_cast(get(saved, parameter.name, name), array, false)) {
-        fail(what + " is no contiguous float32 array");
-      }
-      const std::vector<std::size_t> shape(array.shape_ptr(), array.shape_ptr() + array.ndim());
-      if (shape != parameter.shape) {
-        fail(what + " has shape " + shape_text(shape.data(), shape.size()) + ", the parameter " +
-             shape_text(parameter.shape.data(), parameter.shape.size()));
-      }
-      const std::span<const float> all(array.data(), array.size());
-      if (!std::ranges::all_of(all, [](float x) { return std::isfinite(x); })) {
-        fail(what + " holds an infinity or NaN");
-      }
-      if (pass_ == Pass::apply) {
-        std::ranges::copy(all, values.begin() + static_cast<std::ptrdiff_t>(parameter.offset));
-      }
-    }
-  }
-  void parameters(std::string_view name, std::span<double> values) override {
-    const nb::dict saved = by_parameter("parameters", name);
-    for (std::size_t p = 0; p < layout_.count(); ++p) {
-      set(get(saved, layout_[p].name, name), name, values[p]);
-    }
-  }
-  void number(std::string_view name, double& value) override {
-    set(get(group("numbers"), name, "numbers"), name, value);
-    asked_["numbers"].emplace(name);
-  }
-
-  // What no stage asked for was kept by another method; to drop it would lose what is owed.
-  void expect_nothing_else() const {
-    for (const auto& [part, names] : asked_) {
-      for (const auto& [key, value] : group(part)) {
-        const std::string name = nb::str(key).c_str();
-        if (!names.contains(name)) {
-          fail(part + " hold '" + name + "', which this method does not keep");
-        }
-      }
-    }
-  }
-
- private:
-  [[noreturn]] static void fail(const std::string& what) {
-    throw nb::value_error(("load_state: " + what + "; nothing was changed").c_str());
-  }
-  static nb::object get(const nb::dict& dict, std::string_view key, std::string_view where) {
-    const std::string name(key);
-    if (!dict.contains(name.c_str())) fail(std::string(where) + " has no '" + name + "'");
-    return dict[name.c_str()];
-  }
-  static nb::dict as_dict(const nb::object& object, std::string_view name) {
-    if (!nb::isinstance<nb::dict>(object)) fail(std::string(name) + " is no dict");
-    return nb::borrow<nb::dict>(object);
-  }
-  nb::dict group(std::string_view part) const { return as_dict(get(state_, part, "state"), part); }
-  nb::dict by_parameter(const char* part, std::string_view name) {
-    asked_[part].emplace(name);
-    nb::dict saved = as_dict(get(group(part), name, part), name);
-    if (nb::len(saved) != layout_.count()) {
-      fail(std::string(name) + " is of " + std::to_string(nb::len(saved)) +
-           " parameters, this model remembers " + std::to_string(layout_.count()));
-    }
-    return saved;
-  }
-  void set(const nb::object& item, std::string_view name, double& value) const {
-    double number = 0;
-    if (!nb::try_cast(item, number) || !std::isfinite(number)) {
-      fail(std::string(name) + " is no number");
-    }
-    if (name == "step" && (number < 0 || number != std::floor(number) || number > 0x1p53)) {
-      fail("step is no whole number");
-    }
-    if (pass_ == Pass::apply) value = number;
-  }
-
-  const Layout& layout_;
-  nb::dict state_;
-  Pass pass_;
-  std::map<std::string, std::set<std::string, std::less<>>> asked_ = {
-      {"numbers", {}}, {"parameters", {}}, {"entries", {}}};
-};
-
-nb::dict state(Owner& self) {
-  Saver saver(self.reducer.remembered());
-  self.reducer.visit(saver);
-  return saver.state;
-}
-
-void load_state(Owner& self, const nb::dict& state) {
-  for (const auto pass : {Loader::Pass::check, Loader::Pass::apply}) {
-    Loader loader(self.reducer.remembered(), state, pass);
-    self.reducer.visit(loader);
-    loader.expect_nothing_else();
-  }
-}
+// ---- what comes out -----------------------------------------------------------------------------
 
 nb::object owed(const Owner& self, std::string_view name) {
   const Layout& remembered = self.reducer.remembered();
@@ -332,11 +173,15 @@ void bind_reducer(nb::module_& module) {
           "Compress again after `bypass`.")
       .def_prop_ro("bypassed",
                    [](const Owner& self) { return self.reducer.mode() == Reducer::Mode::bypass; })
-      .def("state", &state, nb::sig("def state(self) -> dict[str, dict[str, typing.Any]]"),
-           "Everything that the next step depends on, by parameter name; copies.")
-      .def("load_state", &load_state, "state"_a,
-           nb::sig("def load_state(self, state: dict[str, dict[str, typing.Any]]) -> None"),
-           "Take over a state; ValueError, and no change, if it does not fit.")
+      .def(
+          "state", [](Owner& self) { return save_state(self.reducer); },
+          nb::sig("def state(self) -> dict[str, dict[str, typing.Any]]"),
+          "Everything that the next step depends on, by parameter name; copies.")
+      .def(
+          "load_state", [](Owner& self, const nb::dict& state) { load_state(self.reducer, state); },
+          "state"_a,
+          nb::sig("def load_state(self, state: dict[str, dict[str, typing.Any]]) -> None"),
+          "Take over a state; ValueError, and no change, if it does not fit.")
       .def("owed", &owed, "name"_a,
            nb::sig("def owed(self, name: str) -> numpy.typing.NDArray[numpy.float32]"),
            "A copy of what this rank owes of one parameter.")

@@ -273,7 +273,7 @@ def test_ranks_that_differ(what: str) -> None:
 
 def attach_alone(rank: Rank) -> None:
     ddp = DistributedDataParallel(Dictated())
-    if rank.rank == 0:
+    for _ in range(2 if rank.rank == 0 else 0):
         with pytest.raises(CommError, match=r"not all ranks .* called attach\(\) within 0:00:01"):
             attach(ddp, timeout=timedelta(seconds=1))
     dist.barrier()
@@ -282,7 +282,7 @@ def attach_alone(rank: Rank) -> None:
 
 
 def test_attach_on_some_ranks_only() -> None:
-    group(3).run(attach_alone)
+    group(2).run(attach_alone)
 
 
 def attach_to_a_part_of_the_world(rank: Rank) -> None:

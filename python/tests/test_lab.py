@@ -1,10 +1,12 @@
 """The lab: text, model, launcher and training."""
 
+import importlib
 import io
 import json
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,20 +16,22 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from topreduce import lab
 from topreduce.lab import demo
 from topreduce.lab.gpt import GPT, PRESETS, GPTConfig, preset
 from topreduce.lab.launch import RankError, launch
 from topreduce.lab.progress import progress
 from topreduce.lab.text import load_text
-from topreduce.lab.train import (
-    TrainOptions,
-    TrainResult,
-    learning_rate,
-    ring_bytes,
-    train_rank,
-)
+from topreduce.lab.train import Progress, TrainOptions, learning_rate, ring_bytes, train_each
 
 TINY = GPTConfig(layers=2, width=16, heads=2, context=8)
+
+
+def test_the_lab_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with pytest.raises(ImportError, match=r"needs rich: pip install 'topreduce\[lab\]'"):
+        importlib.reload(lab)
+
 
 # ---- text -----------------------------------------------------------------------------------
 
@@ -136,20 +140,16 @@ def test_bytes_of_a_ring() -> None:
     assert [ring_bytes(1000, ranks) for ranks in (1, 2, 4)] == [0, 4000, 6000]
 
 
-def train_with_both(
-    rank: int, world_size: int, options: list[TrainOptions], report: Callable[[object], None]
-) -> list[TrainResult]:
-    return [train_rank(rank, world_size, each, report) for each in options]
-
-
 def test_two_processes_train_with_and_without_us() -> None:
     plain = TrainOptions(method="ddp", steps=6, batch=2, context=16, sample=20)
     sparse = TrainOptions(
         method="topk", attach={"density": 0.01}, steps=6, batch=2, context=16, sample=20
     )
-    reports: list[object] = []
-    ranks = launch(train_with_both, 2, [plain, sparse], reports.append)
-    assert len(reports) == 12
+    reports: list[Progress] = []
+    ranks = launch(train_each, 2, [plain, sparse], reports.append)
+    assert [(each.method, each.step) for each in reports] == [
+        (method, step) for method in ("ddp", "topk") for step in range(1, 7)
+    ]
     for first, second in zip(*ranks, strict=True):
         assert all(math.isfinite(loss) for loss in first.losses + second.losses)
         assert first.losses != second.losses
@@ -215,9 +215,9 @@ def test_a_launch_needs_a_rank() -> None:
 
 def test_progress_off_a_terminal_is_plain_lines() -> None:
     written = io.StringIO()
-    with progress(Console(file=written), "topk 1%", 1000) as advance:
+    with progress(Console(file=written), ["topk 1%"], 1000) as advance:
         for step in range(1, 1001):
-            advance(step, "loss 2.00")
+            advance("topk 1%", step, "loss 2.00")
     assert written.getvalue() == "topk 1%: step 1000 of 1000, loss 2.00\n"
 
 
@@ -232,8 +232,8 @@ def test_demo_writes_table_text_and_json(
     assert "written by the model" in printed
     assert all(each.isprintable() or each == "\n" for each in printed)
     (run,) = json.loads(file.read_text())["runs"]
-    assert run["bytes_sent"] > run["bytes_last_step"] > 0
-    assert run["saves_last_step"] > 10
+    assert run["total_bytes"] == sum(run["bytes_sent"]) > run["last_step_bytes"] > 0
+    assert run["last_step_saves"] > 10
 
 
 def test_demo_shows_why_a_rank_failed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,21 @@ def test_short_messages_take_one_round() -> None:
     group(2).run(count_rounds)
 
 
+def send_much_then_little(rank: Rank) -> None:
+    comm = connect()
+    held = []
+    for length in (1_000_000, 1_000_000, 5_000, 5_000):
+        comm.all_gather(np.zeros(length, np.uint8))
+        comm.trim()
+        held.append(sum(buffer.numel() for buffer in comm._buffers.values()))
+    assert held[0] == held[1] > 2 * rank.ranks * 1_000_000
+    assert held[3] < 200_000
+
+
+def test_memory_of_a_large_message_is_given_back() -> None:
+    group(2).run(send_much_then_little)
+
+
 def fall_out_of_step(rank: Rank) -> None:
     comm = connect()
     comm._calls += rank.rank

@@ -6,15 +6,6 @@
 #include "topreduce/kernels/kernels.h"
 
 namespace topreduce::exchange {
-namespace {
-
-// Part of [0, size) that rank r adds up and hands round.
-std::size_t part_start(std::size_t size, int r, int ranks) {
-  return size * static_cast<std::size_t>(r) / static_cast<std::size_t>(ranks);
-}
-
-}  // namespace
-
 void Courier::begin(Communicator& comm, StepStats& stats) {
   comm_ = &comm;
   stats_ = &stats;
@@ -114,53 +105,96 @@ void Courier::pass(int to, SparseVector& mine, int from, SparseVector& received)
   });
 }
 
+void Courier::all_reduce(const Pending& pending, std::span<const Index> places,
+                         std::span<float> values, std::span<float> settled) {
+  const auto parts = static_cast<std::size_t>(ranks());
+  cuts_.clear();
+  make_room(cuts_, pending.segments().size() * parts + 1);
+  for (const Segment& segment : pending.segments()) {
+    for (std::size_t r = 0; r < parts; ++r) {
+      const auto cut = static_cast<Index>(segment.start + segment.size() * r / parts);
+      const auto found = std::ranges::lower_bound(places, cut) - places.begin();
+      cuts_.push_back(places.empty() ? std::min<std::size_t>(cut, values.size())
+                                     : static_cast<std::size_t>(found));
+    }
+  }
+  cuts_.push_back(values.size());
+  reduce_parts(values, settled);
+}
+
 void Courier::all_reduce(std::span<float> values, std::span<float> settled) {
+  const auto parts = static_cast<std::size_t>(ranks());
+  cuts_.clear();
+  for (std::size_t r = 0; r <= parts; ++r) cuts_.push_back(values.size() * r / parts);
+  reduce_parts(values, settled);
+}
+
+template <class Visit>
+void Courier::for_each_piece(int r, Visit&& visit) {
+  std::size_t place = 0;
+  for (auto i = static_cast<std::size_t>(r); i + 1 < cuts_.size();
+       i += static_cast<std::size_t>(ranks())) {
+    const std::size_t length = cuts_[i + 1] - cuts_[i];
+    visit(cuts_[i], place, length);
+    place += length;
+  }
+}
+
+void Courier::reduce_parts(std::span<float> values, std::span<float> settled) {
   if (ranks() == 1) {
     std::ranges::copy(values.first(settled.size()), settled.begin());
     return;
   }
-  const std::size_t size = values.size();
-  const auto part = [&](int r) {
-    const std::size_t start = part_start(size, r, ranks());
-    return values.subspan(start, part_start(size, r + 1, ranks()) - start);
+  const auto load = [&](int r, Buffer<float>& part) {
+    make_room(part, values.size() / static_cast<std::size_t>(ranks()) + cuts_.size());
+    part.resize(0);
+    for_each_piece(r, [&](std::size_t start, std::size_t, std::size_t length) {
+      const auto piece = values.subspan(start, length);
+      part.insert(part.end(), piece.begin(), piece.end());
+    });
+  };
+  const auto store = [&](int r, const Buffer<float>& part, std::span<float> target) {
+    for_each_piece(r, [&](std::size_t start, std::size_t place, std::size_t length) {
+      std::ranges::copy(std::span(part).subspan(place, length),
+                        target.begin() + static_cast<std::ptrdiff_t>(start));
+    });
   };
   {
     Stopwatch watch((*stats_)[Stage::pack]);
     outbox_.clear();
     make_room(outbox_,
               static_cast<std::size_t>(ranks()) * wire::largest_message(0, envelope_.values) +
-                  size * sizeof(float));
+                  values.size() * sizeof(float));
     counts_.clear();
     for (int r = 0; r < ranks(); ++r) {
       const std::size_t before = outbox_.size();
-      wire::pack_stretch(envelope_, vote_, part(r), outbox_);
+      load(r, part_);
+      wire::pack_stretch(envelope_, vote_, part_, outbox_);
       counts_.push_back(outbox_.size() - before);
+      if (!settled.empty()) store(r, part_, settled);
     }
-    std::ranges::copy(values.first(settled.size()), settled.begin());
   }
   send_to_each();
-  const std::span<float> owned = part(rank());
-  make_room(part_, owned.size());
-  part_.resize(owned.size());
+  load(rank(), sum_);  // for its size
+  part_.resize(sum_.size());
   read_all([&](int r, std::span<const std::byte> message) {
-    const wire::Vote vote = wire::unpack_stretch(envelope_, message, part_);
-    if (r == 0) {
-      std::ranges::copy(part_, owned.begin());
-    } else {
-      kernels::add(owned, part_);
-    }
+    const wire::Vote vote = wire::unpack_stretch(envelope_, message, r == 0 ? sum_ : part_);
+    if (r > 0) kernels::add(sum_, part_);
     return vote;
   });
   {
     Stopwatch watch((*stats_)[Stage::pack]);
-    std::ranges::copy(owned, part_.begin());
+    std::ranges::copy(sum_, part_.begin());
     outbox_.clear();
-    wire::pack_stretch(envelope_, vote_, owned, outbox_);
+    wire::pack_stretch(envelope_, vote_, sum_, outbox_);
+    store(rank(), sum_, values);
+    // The owner rounds the sum for everyone, so the owner owes what that changed.
     if (!settled.empty()) {
-      // The owner rounds the sum for everyone, so the owner owes what that changed.
-      const std::span<float> mine =
-          settled.subspan(part_start(size, rank(), ranks()), owned.size());
-      for (std::size_t i = 0; i < owned.size(); ++i) mine[i] += owned[i] - part_[i];
+      for_each_piece(rank(), [&](std::size_t start, std::size_t place, std::size_t length) {
+        for (std::size_t i = 0; i < length; ++i) {
+          settled[start + i] += sum_[place + i] - part_[place + i];
+        }
+      });
     }
   }
   {
@@ -168,7 +202,11 @@ void Courier::all_reduce(std::span<float> values, std::span<float> settled) {
     comm_->all_gather(outbox_, inbox_);
   }
   read_all([&](int r, std::span<const std::byte> message) {
-    return r == rank() ? vote_ : wire::unpack_stretch(envelope_, message, part(r));
+    if (r == rank()) return vote_;
+    load(r, part_);  // for its size
+    const wire::Vote vote = wire::unpack_stretch(envelope_, message, part_);
+    store(r, part_, values);
+    return vote;
   });
 }
 

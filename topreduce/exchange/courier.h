@@ -3,6 +3,7 @@
 #include <span>
 
 #include "topreduce/comm/communicator.h"
+#include "topreduce/pending.h"
 #include "topreduce/stats.h"
 #include "topreduce/wire/message.h"
 
@@ -35,10 +36,16 @@ class Courier {
   static constexpr int kNobody = -1;
   void pass(int to, SparseVector& mine, int from, SparseVector& received);
 
-  /// Replaces `values` (the same places on all ranks, so no index travels) with their sum over the
-  /// ranks: each rank adds up one part in rank order and hands it round. Two rounds, the volume of
-  /// a ring. `settled`, unless empty, becomes what this rank settled by it: its rounded values and,
-  /// in the part it owns, the rounding of the sum.
+  /// Replaces `values`, which stand at `places` of `pending` on every rank (all of them if empty,
+  /// so no index travels), with their sum over the ranks: each rank adds up a part of every
+  /// parameter in rank order and hands it round. Two rounds, the volume of a ring. `settled`,
+  /// unless empty, becomes what this rank settled by it: its rounded values and, in the part it
+  /// owns, the rounding of the sum. Parts follow parameters, so who owes that does not depend on
+  /// the bucket cut.
+  void all_reduce(const Pending& pending, std::span<const Index> places, std::span<float> values,
+                  std::span<float> settled);
+
+  /// The same for values that have no places, in parts of even size.
   void all_reduce(std::span<float> values, std::span<float> settled);
 
   /// Yes only while every rank heard from so far, and this one, voted yes.
@@ -49,6 +56,9 @@ class Courier {
   template <class Read>
   void read_all(Read&& read);  // read(rank, message) of every rank in the inbox, in rank order
   void send_to_each();         // counts_[r] bytes of the outbox to rank r
+  void reduce_parts(std::span<float> values, std::span<float> settled);
+  template <class Visit>
+  void for_each_piece(int r, Visit&& visit);  // visit(start, place in the part, length) in `values`
 
   Communicator* comm_ = nullptr;
   StepStats* stats_ = nullptr;
@@ -57,7 +67,8 @@ class Courier {
   Bytes outbox_;
   std::vector<std::size_t> counts_;
   comm::Inbox inbox_;
-  Buffer<float> part_;
+  Buffer<std::size_t> cuts_;  // rank after rank, parameter after parameter: where pieces start
+  Buffer<float> part_, sum_;  // a rank's pieces, one after the other
 };
 
 }  // namespace topreduce::exchange

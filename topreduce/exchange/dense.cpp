@@ -22,7 +22,7 @@ class Dense final : public Exchange {
       kernels::evaluate(pending.terms(segment),
                         std::span(delivery.dense_sum).subspan(segment.start, segment.size()));
     }
-    courier.all_reduce(delivery.dense_sum, delivery.dense_settled);
+    courier.all_reduce(pending, {}, delivery.dense_sum, delivery.dense_settled);
   }
 
   Cost cost(double, double size, int ranks) const override {

@@ -31,7 +31,7 @@ class RandK final : public Exchange {
     delivery.sum.resize(indices.size());
     pending.gather(indices, delivery.sum.values);
     delivery.settled.assign(delivery.sum);
-    courier.all_reduce(delivery.sum.values, delivery.settled.values);
+    courier.all_reduce(pending, indices, delivery.sum.values, delivery.settled.values);
   }
 
   Cost cost(double k, double, int ranks) const override {

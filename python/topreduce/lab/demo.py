@@ -17,7 +17,14 @@ from rich.text import Text as Line
 from topreduce.lab.gpt import PRESETS
 from topreduce.lab.launch import RankError, launch
 from topreduce.lab.progress import progress
-from topreduce.lab.train import PLAIN_DDP, TrainOptions, TrainResult, ring_bytes, train_rank
+from topreduce.lab.train import (
+    PLAIN_DDP,
+    Progress,
+    TrainOptions,
+    TrainResult,
+    ring_bytes,
+    train_each,
+)
 
 SAMPLE_CHARACTERS = 240
 SAMPLE_LINES = 3
@@ -28,10 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train with each method, then compare loss, bytes and text."""
     asked = _parse(argv)
     console = Console()
-    results: list[TrainResult] = []
+    console.print(
+        f"{asked.ranks} processes train {asked.model}, {asked.steps} steps with each method",
+        highlight=False,
+    )
     try:
-        for method in asked.methods:
-            results.append(_train(console, asked, method))
+        results = _train(console, asked)
     except RankError as error:
         print(error, file=sys.stderr)
         return 1
@@ -67,7 +76,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and samples")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers here")
-    return parser.parse_args(argv)
+    asked = parser.parse_args(argv)
+    if asked.json and not asked.json.parent.is_dir():
+        parser.error(f"--json: there is no folder {asked.json.parent}")
+    return asked
 
 
 def _count(word: str) -> int:
@@ -84,14 +96,25 @@ def _share(word: str) -> float:
     return number
 
 
-def _train(console: Console, asked: argparse.Namespace, method: str) -> TrainResult:
-    # A dense start and a falling density cost little and save most of the loss of sparsity.
+def _train(console: Console, asked: argparse.Namespace) -> list[TrainResult]:
+    labels = {method: _label(asked, method) for method in asked.methods}
+    with progress(console, list(labels.values()), asked.steps) as advance:
+
+        def show(report: Progress) -> None:
+            advance(labels[report.method], report.step, f"loss {report.loss:.2f}")
+
+        runs = [_options(asked, method) for method in labels]
+        return launch(train_each, asked.ranks, runs, show)[0]
+
+
+def _options(asked: argparse.Namespace, method: str) -> TrainOptions:
+    # Sparse from the first step trains worse: start densely, then let the density fall.
     sparse = {
         "density": asked.density,
         "warmup_steps": asked.steps // 20,
         "ramp_steps": asked.steps // 10,
     }
-    options = TrainOptions(
+    return TrainOptions(
         method=method,
         attach={} if method in DENSE_METHODS else sparse,
         model=asked.model,
@@ -100,14 +123,6 @@ def _train(console: Console, asked: argparse.Namespace, method: str) -> TrainRes
         sample=SAMPLE_CHARACTERS,
         seed=asked.seed,
     )
-    with progress(console, _label(asked, method), asked.steps) as advance:
-        results = launch(
-            train_rank,
-            asked.ranks,
-            options,
-            lambda report: advance(report.step, f"loss {report.loss:.2f}"),
-        )
-    return results[0]
 
 
 def _label(asked: argparse.Namespace, method: str) -> str:
@@ -126,12 +141,12 @@ def _show(console: Console, asked: argparse.Namespace, results: Sequence[TrainRe
         table.add_row(
             _label(asked, result.method) + ("" if result.bytes_are == "counted" else " *"),
             f"{result.validation_loss:.3f}",
-            f"{numbers['bytes_sent'] / 1e6:.1f}",
-            f"{numbers['bytes_last_step'] / 1e3:.1f}",
-            f"{numbers['saves']:.1f}x",
-            f"{numbers['saves_last_step']:.1f}x",
-            f"{numbers['seconds']:.0f}",
-            f"{1e3 * numbers['seconds'] / asked.steps:.0f}",
+            f"{numbers['total_bytes'] / 1e6:.1f}",
+            f"{numbers['last_step_bytes'] / 1e3:.1f}",
+            f"{numbers['total_saves']:.1f}x",
+            f"{numbers['last_step_saves']:.1f}x",
+            f"{numbers['total_seconds']:.0f}",
+            f"{1e3 * numbers['total_seconds'] / asked.steps:.0f}",
         )
     console.print(table)
     notes = [
@@ -145,7 +160,8 @@ def _show(console: Console, asked: argparse.Namespace, results: Sequence[TrainRe
     for result in results:
         console.print(f"\nwritten by the model trained with {_label(asked, result.method)}:")
         written = [line for line in result.sample.splitlines() if line.strip()]
-        console.print(Line("\n".join(f"  {line}" for line in written[:SAMPLE_LINES])))
+        lines = Line("\n".join(f"  {line}" for line in written[:SAMPLE_LINES]))
+        console.print(lines, soft_wrap=True)
     console.print(
         "\nOn one machine the network is free: the bytes show the gain, the seconds do not.",
         highlight=False,
@@ -157,12 +173,12 @@ def _summary(asked: argparse.Namespace, result: TrainResult) -> dict[str, float]
     dense_step = ring_bytes(result.parameters, asked.ranks)
     total, last = sum(result.bytes_sent), result.bytes_sent[-1]
     return {
-        "bytes_sent": total,
-        "bytes_last_step": last,
+        "total_bytes": total,
+        "last_step_bytes": last,
         # One rank alone sends nothing in either way.
-        "saves": dense_step * asked.steps / total if total else 1.0,
-        "saves_last_step": dense_step / last if last else 1.0,
-        "seconds": sum(result.step_seconds),
+        "total_saves": dense_step * asked.steps / total if total else 1.0,
+        "last_step_saves": dense_step / last if last else 1.0,
+        "total_seconds": sum(result.step_seconds),
     }
 
 

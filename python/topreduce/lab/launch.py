@@ -152,10 +152,10 @@ def _listen(ranks: Sequence[_Rank], on_report: Callable[[Any], None]) -> None:
             deadline = time.monotonic() + SECONDS_AFTER_FAILURE
         elif deadline is None and all(one.returned for one in ranks):
             deadline = time.monotonic() + SECONDS_TO_END
-        seconds_left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = connection.wait(list(talking), seconds_left)
-        if not ready:
+        seconds_left = None if deadline is None else deadline - time.monotonic()
+        if seconds_left is not None and seconds_left < 0:
             break
+        ready = connection.wait(list(talking), seconds_left)
         for pipe, one in talking.items():
             if pipe in ready:
                 one.hear(on_report)

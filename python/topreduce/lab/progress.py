@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-Advance = Callable[[int, str], None]
+Advance = Callable[[str, int, str], None]
 
 SECONDS_BETWEEN_LINES = 10.0
 
 
 @contextlib.contextmanager
-def progress(console: Console, label: str, steps: int) -> Iterator[Advance]:
-    """Give a function `advance(steps_done, note)` to call after every step."""
+def progress(console: Console, labels: Sequence[str], steps: int) -> Iterator[Advance]:
+    """Give a function `advance(label, steps_done, note)` to call after every step."""
     if console.is_terminal:
-        with _bar(console, label, steps) as advance:
+        with _bars(console, labels, steps) as advance:
             yield advance
     else:
-        yield _lines(console, label, steps)
+        lines = {label: _Lines(console, label, steps) for label in labels}
+        yield lambda label, done, note: lines[label].advance(done, note)
 
 
 @contextlib.contextmanager
-def _bar(console: Console, label: str, steps: int) -> Iterator[Advance]:
+def _bars(console: Console, labels: Sequence[str], steps: int) -> Iterator[Advance]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -33,27 +34,33 @@ def _bar(console: Console, label: str, steps: int) -> Iterator[Advance]:
         TextColumn("{task.fields[note]}"),
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
     )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(label, total=steps, note="starting")
-        yield lambda done, note: bar.update(task, completed=done, note=note)
+    with Progress(*columns, console=console) as bars:
+        tasks = {label: bars.add_task(label, total=steps, note="", start=False) for label in labels}
+
+        def advance(label: str, done: int, note: str) -> None:
+            bars.start_task(tasks[label])
+            bars.update(tasks[label], completed=done, note=note)
+
+        yield advance
 
 
-def _lines(console: Console, label: str, steps: int) -> Advance:
-    begin: tuple[float, int] | None = None
-    last_line = 0.0
+class _Lines:
+    def __init__(self, console: Console, label: str, steps: int) -> None:
+        self._console = console
+        self._label = label
+        self._steps = steps
+        self._begin: tuple[float, int] | None = None
+        self._last_line = 0.0
 
-    def advance(done: int, note: str) -> None:
-        nonlocal begin, last_line
+    def advance(self, done: int, note: str) -> None:
         now = time.monotonic()
-        if begin is None:  # the time before the first step tells nothing about the others
-            begin, last_line = (now, done), now
-        if done < steps and now - last_line < SECONDS_BETWEEN_LINES:
+        if self._begin is None:  # the time before the first step tells nothing about the others
+            self._begin, self._last_line = (now, done), now
+        if done < self._steps and now - self._last_line < SECONDS_BETWEEN_LINES:
             return
-        last_line = now
-        line = f"{label}: step {done} of {steps}, {note}"
-        if done < steps:
-            seconds_per_step = (now - begin[0]) / (done - begin[1])
-            line += f", {seconds_per_step * (steps - done):.0f} s left"
-        console.print(line, highlight=False, soft_wrap=True)
-
-    return advance
+        self._last_line = now
+        line = f"{self._label}: step {done} of {self._steps}, {note}"
+        if done < self._steps:
+            seconds_per_step = (now - self._begin[0]) / (done - self._begin[1])
+            line += f", {seconds_per_step * (self._steps - done):.0f} s left"
+        self._console.print(line, highlight=False, soft_wrap=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from topreduce.lab.gpt import GPT, preset
 from topreduce.lab.text import Text, load_text
 
-VALIDATION_BATCHES = 8
+VALIDATION_BATCHES = 4
 VALIDATION_BATCH = 64
 STEPS_IN_PROGRESS_LOSS = 20
 PLAIN_DDP = "ddp"
@@ -31,7 +31,7 @@ class TrainOptions:
     model: str = "gpt:0.6m"
     context: int | None = None  # None: the model's own
     batch: int = 4  # sequences per rank and step
-    steps: int = 500
+    steps: int = 600
     learning_rate: float = 3e-3
     schedule: Literal["cosine", "constant"] = "cosine"
     sample: int = 0  # characters that rank 0 writes after the training
@@ -42,6 +42,7 @@ class TrainOptions:
 class Progress:
     """What rank 0 reports after a step."""
 
+    method: str
     step: int  # steps done
     loss: float  # mean over rank 0's last batches
 
@@ -93,12 +94,13 @@ def train_rank(
         step_seconds.append(time.perf_counter() - started)
         losses.append(loss.item())
         bytes_sent.append(
-            sync.stats()["bytes_sent"] if sync else ring_bytes(parameters, world_size)
+            ring_bytes(parameters, world_size) if sync is None else sync.stats()["bytes_sent"]
         )
         if rank == 0:
             recent = losses[-STEPS_IN_PROGRESS_LOSS:]
-            report(Progress(step=step + 1, loss=sum(recent) / len(recent)))
-    if sync:
+            mean = sum(recent) / len(recent)
+            report(Progress(method=options.method, step=step + 1, loss=mean))
+    if sync is not None:
         sync.detach()
 
     return TrainResult(
@@ -107,10 +109,20 @@ def train_rank(
         validation_loss=validation_loss(model, text),
         losses=losses,
         bytes_sent=bytes_sent,
-        bytes_are="counted" if sync else "computed for a ring",
+        bytes_are="computed for a ring" if sync is None else "counted",
         step_seconds=step_seconds,
         sample=text.decode(model.generate(options.sample, options.seed)) if rank == 0 else "",
     )
+
+
+def train_each(
+    rank: int,
+    world_size: int,
+    runs: Sequence[TrainOptions],
+    report: Callable[[Progress], None],
+) -> list[TrainResult]:
+    """Train once for each of `runs` in the same processes, as starting them takes seconds."""
+    return [train_rank(rank, world_size, options, report) for options in runs]
 
 
 def learning_rate(options: TrainOptions, step: int) -> float:

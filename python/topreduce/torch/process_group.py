@@ -29,6 +29,7 @@ T = TypeVar("T")
 _MAGIC = 0x746F7072656475  # "topredu"
 _HEADING = 4 * 8  # bytes, as int64: magic, number of the call, bytes to you, most bytes to anyone
 _SHORT = 1024  # bytes; at 100 Mb/s they take less time than a second round
+_SMALL_BUFFER = 1 << 16
 _WORD = b"word:"
 _STORE_PATIENCE = 2.0  # seconds; the machine that holds the store may be the one that died
 
@@ -43,6 +44,7 @@ class GroupCommunicator(Communicator):
         self._calls_before_step = 0
         self._told = False
         self._buffers: dict[str, torch.Tensor] = {}
+        self._used: dict[str, int] = {}  # bytes of each buffer, at most, since the last `trim`
         self._store = _meet(group, timeout)
         self._gloo: Any = None
         if self.size > 1:
@@ -60,6 +62,12 @@ class GroupCommunicator(Communicator):
     @property
     def calls_in_step(self) -> int:
         return self._calls - self._calls_before_step
+
+    def trim(self) -> None:
+        """Frees buffers far larger than what came since the last call: dense steps leave them."""
+        for name, buffer in list(self._buffers.items()):
+            if buffer.numel() > 2 * self._used.pop(name, 0) + _SMALL_BUFFER:
+                del self._buffers[name]
 
     def all_to_all(self, send: Bytes, counts: Sequence[int]) -> tuple[Bytes, list[int]]:
         return self._exchange(np.split(send, np.cumsum(counts)[:-1]), lambda: send)
@@ -167,6 +175,7 @@ class GroupCommunicator(Communicator):
 
     def _buffer(self, name: str, size: int) -> Bytes:
         """Memory that is reused from call to call."""
+        self._used[name] = max(size, self._used.get(name, 0))
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
             buffer = self._buffers[name] = torch.empty(size + size // 8, dtype=torch.uint8)
@@ -207,7 +216,8 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, str]:
         return action(), ""
     except RuntimeError as error:
         # Gloo puts a file name before and advice after what happened.
-        return None, re.sub(r"^\[\S*\] | This is typically.*", "", str(error), flags=re.DOTALL)
+        words = re.sub(r"^\[\S*\] | This is typically.*", "", str(error), flags=re.DOTALL)
+        return None, words or type(error).__name__
 
 
 def _with_patience(action: Callable[[], T]) -> T | None:

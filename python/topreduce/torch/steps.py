@@ -149,6 +149,7 @@ class Steps:
         self._reducer.add([self._number(each) for each in bucket.parameters], bucket.gradient())
         if bucket.is_last:
             stats = self._reducer.finish()
+            self._comm.trim()
             for finished in step.buckets:
                 finished.give_back()
             waited = time.perf_counter() - step.last_handed_over

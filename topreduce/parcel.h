@@ -1,0 +1,40 @@
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "topreduce/exchange/delivery.h"
+#include "topreduce/pending.h"
+#include "topreduce/pipeline.h"
+
+namespace topreduce {
+
+/// One exchange of a step: what it spans, what was chosen, what it brought. Reused from step to
+/// step.
+struct Parcel {
+  Pipeline::Place::Home home = Pipeline::Place::Home::compressed;
+  std::vector<Segment> segments;
+  SparseVector selected;
+  kernels::Seen seen;
+  exchange::Delivery delivery;
+
+  void open(Pipeline::Place::Home where) {
+    home = where;
+    segments.clear();
+    selected.clear();
+    seen = {};
+    delivery.clear();
+  }
+
+  /// Puts the segments in parameter order, whatever order the caller had.
+  void arrange() {
+    std::ranges::sort(segments, {}, &Segment::parameter);
+    Index start = 0;
+    for (Segment& segment : segments) {
+      segment.start = start;
+      start += static_cast<Index>(segment.size());
+    }
+  }
+};
+
+}  // namespace topreduce
