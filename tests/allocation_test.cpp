@@ -81,7 +81,8 @@ void run_steps(Reducer& reducer, Communicator& comm) {
 
 class Allocation : public testing::TestWithParam<const char*> {};
 
-INSTANTIATE_TEST_SUITE_P(Rows, Allocation, testing::ValuesIn(kRows));
+INSTANTIATE_TEST_SUITE_P(Rows, Allocation, testing::ValuesIn(kRows),
+                         [](const auto& test) { return name_of(test.param); });
 
 TEST_P(Allocation, NoneInASteadyStep) {
   const Layout layout({{"a.weight", {5000}}, {"a.bias", {7}}, {"none", {0}}, {"b", {3000}}});

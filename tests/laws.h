@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cctype>
 #include <cmath>
 #include <cstdint>
 #include <numeric>
@@ -38,6 +39,14 @@ inline constexpr const char* kRows[] = {
     "randk:density=0.05,values=fp16,granularity=model",
 };
 inline constexpr int kRankCounts[] = {1, 2, 3, 5, 8};
+
+/// A row as part of a test's name.
+inline std::string name_of(std::string row) {
+  for (char& letter : row) {
+    if (std::isalnum(static_cast<unsigned char>(letter)) == 0) letter = '_';
+  }
+  return row;
+}
 
 // ---- models ------------------------------------------------------------------------------------
 

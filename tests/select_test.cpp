@@ -170,7 +170,8 @@ class Counter {
 
 class Carried : public testing::TestWithParam<const char*> {};
 
-INSTANTIATE_TEST_SUITE_P(Feedbacks, Carried, testing::Values("none", "residual"));
+INSTANTIATE_TEST_SUITE_P(Feedbacks, Carried, testing::Values("none", "residual"),
+                         [](const auto& test) { return std::string(test.param); });
 
 // Within 5 steps of whatever happened, the count is within a factor of 2 of the budget and stays.
 TEST_P(Carried, RecoversWithinFiveSteps) {

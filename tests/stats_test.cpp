@@ -34,7 +34,8 @@ class Stats : public testing::TestWithParam<const char*> {
   const Layout layout_ = small_model();
 };
 
-INSTANTIATE_TEST_SUITE_P(Rows, Stats, testing::ValuesIn(kRows));
+INSTANTIATE_TEST_SUITE_P(Rows, Stats, testing::ValuesIn(kRows),
+                         [](const auto& test) { return name_of(test.param); });
 
 TEST_P(Stats, TrafficIsTheCommunicators) {
   for (const int ranks : {1, 2, 5}) {

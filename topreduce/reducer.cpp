@@ -41,11 +41,11 @@ struct Reducer::Inside {
 
   // Settings changed: the ranks must agree anew.
   void introduce() {
-    description = "topreduce " + std::string(version()) +
-                  (mode == Mode::bypass ? ", bypassed" : "") + "\n" +
-                  describe(layout, pipeline.spec);
+    Spec shown = pipeline.spec;
+    if (mode == Mode::bypass) shown.name += ", bypassed";
+    description = "topreduce " + std::string(version()) + "\n" + describe(layout, shown);
     run = fingerprint(description);
-    agreed_with = nullptr;
+    agreed_ranks = 0;
   }
 
   void begin(Communicator& communicator, float scale);
@@ -71,7 +71,7 @@ struct Reducer::Inside {
   std::uint64_t step = 0;
   std::string description;
   std::uint32_t run = 0;  // its fingerprint, in every message
-  const Communicator* agreed_with = nullptr;
+  int agreed_ranks = 0;   // ranks that were asked; 0: nobody yet
   StepStats stats;
 
   // The open step.
@@ -305,11 +305,11 @@ Reducer& Reducer::operator=(Reducer&&) noexcept = default;
 
 void Reducer::agree(Communicator& comm) {
   expect_same_text(comm, "step " + std::to_string(inside_->step) + "\n" + inside_->description);
-  inside_->agreed_with = &comm;
+  inside_->agreed_ranks = comm.size();
 }
 
 void Reducer::begin(Communicator& comm, float loss_scale) {
-  if (inside_->agreed_with != &comm) agree(comm);
+  if (inside_->agreed_ranks != comm.size()) agree(comm);
   inside_->begin(comm, loss_scale);
 }
 

@@ -35,7 +35,7 @@ class Reducer {
 
   /// Compares version, model and settings over the ranks; std::invalid_argument on every rank, with
   /// the difference by rank, if they differ. Collective. The first `begin`
-  /// with a communicator does it by itself.
+  /// does it by itself, as does the first with another number of ranks.
   void agree(Communicator& comm);
 
   /// Opens a step. `loss_scale`: gradients come multiplied by it, and so does the mean; what is

@@ -7,7 +7,7 @@ is float32 where the library's is, so that results can be compared bit for bit.
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 
@@ -90,6 +90,7 @@ class Step:
     k: int  # entries to send
     remembers: bool  # what is not sent is owed
     travel: Callable[[Floats], Floats]  # how a value looks on the other side
+    sizes: Sequence[int]  # of the parameters in question
 
 
 # ---- select: each rank alone --------------------------------------------------------------------
@@ -148,13 +149,15 @@ class Carried:
         return np.concatenate([*chosen, np.empty(0, np.int64)])
 
     def caps(self, cut: float, k: int, n: int, phase: float) -> list[int]:
-        """Three budgets, by recent share and by size; fractions are rounded by one phase."""
+        """Three budgets: one entry each, by recent share, by size; rounded by one phase."""
         recent = reduce(add, self.shares, 0.0)  # sum() is more exact than plain addition
         by_share = 2.0 * k / recent if cut > 0 and recent > 0 else 0.0
-        by_size = ((3.0 * k if cut > 0 else k) - by_share * recent) / max(1, n)
+        each = min(1.0, k / 2 / max(1, len(self.shares)))
+        rest = (3.0 * k if cut > 0 else k) - by_share * recent - each * max(1, len(self.shares))
+        by_size = rest / max(1.0, n)
         caps, end = [], 0.001 + 0.998 * phase
         for share, size in zip(self.shares, self.sizes, strict=True):
-            start, end = end, end + (by_share * share + by_size * size)
+            start, end = end, end + (each + by_share * share + by_size * size)
             caps.append(math.floor(end) - math.floor(start))
         return caps
 
@@ -207,8 +210,8 @@ def gather(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
 
 
 def everywhere(pending: list[Floats], places: Places, step: Step) -> Delivery:
-    """The same places on every rank. Rank r adds up the r-th part of them, rounds it for everyone,
-    and owes what that changed."""
+    """The same places on every rank. Rank r adds up the r-th part of every parameter, rounds it for
+    everyone, and owes what that changed."""
     settled = [np.zeros_like(values) for values in pending]
     for mine, values in zip(settled, pending, strict=True):
         mine[places] = step.travel(values[places])
@@ -216,9 +219,10 @@ def everywhere(pending: list[Floats], places: Places, step: Step) -> Delivery:
     total = np.zeros_like(exact)
     total[places] = step.travel(exact[places])
     ranks = len(pending)
-    for r, mine in enumerate(settled):
-        owned = places[places.size * r // ranks : places.size * (r + 1) // ranks]
-        mine[owned] += total[owned] - exact[owned]
+    for start, size in zip(starts(step.sizes), step.sizes, strict=True):
+        for r, mine in enumerate(settled):
+            owned = slice(start + size * r // ranks, start + size * (r + 1) // ranks)
+            mine[owned] += total[owned] - exact[owned]
     return Delivery(total, settled, places.size)
 
 
@@ -361,7 +365,7 @@ def simulate(
         if not whole and number < warmup_steps + ramp_steps:
             # In the ramp, everything goes if that costs no more.
             whole = values_sent(exchange, k, n, ranks) >= values_sent("dense", n, n, ranks)
-        step = Step(number, seed, n if whole else k, feedback != "none", travel)
+        step = Step(number, seed, n if whole else k, feedback != "none", travel, sizes)
 
         mean = np.full(kept.size, np.nan, np.float32)
         chosen: list[Places] = []
@@ -374,7 +378,8 @@ def simulate(
                     selectors[r].choose(pending[r], gradient[r][~kept], step) for r in range(ranks)
                 ]
             delivery = EXCHANGE["dense" if whole else exchange](pending, chosen, step)
-            kept_delivery = dense([mine[kept] for mine in gradient], [], step)
+            rest = replace(step, sizes=[int(kept.sum())])
+            kept_delivery = dense([mine[kept] for mine in gradient], [], rest)
             for where, which in ((~kept, delivery), (kept, kept_delivery)):
                 mean[where] = which.total / np.float32(ranks) * np.float32(loss_scale)
                 delivered += which.delivered

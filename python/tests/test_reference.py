@@ -48,7 +48,6 @@ def check(
     method: str,
     shapes: reference.Shapes,
     gradients: list[list[Floats]],
-    one_bucket: bool = False,
     loss_scale: float = 1.0,
     **settings: Any,
 ) -> list[reference.Outcome]:
@@ -63,8 +62,6 @@ def check(
         for number, (mine, outcome) in enumerate(zip(gradients, expected, strict=True)):
             where = f"step {number}, rank {comm.rank}"
             buckets = random_buckets(rng, len(shapes))
-            if one_bucket:
-                buckets = [range(len(shapes))]
             assert reducer.density == outcome.density, where
             mean, stats = run_step(reducer, comm, mine[comm.rank], buckets, loss_scale)
             assert same_bits(mean, outcome.mean), f"mean of {where}"
@@ -122,7 +119,6 @@ def test_rounding_stays_owed(method: str, granularity: str, values: str) -> None
         method,
         SHAPES,
         gradients,
-        one_bucket=True,  # who rounds a sum depends on the cut
         density=0.1,
         granularity=granularity,
         values=values,

@@ -6,11 +6,11 @@
 //
 //   threshold = foreseen * bias,   bias *= (count / k)^gain,   bias = 1 when the count is far off
 //
-// A stale threshold must not send everything: each parameter has a cap, twice its recent share of
-// the budget plus its share by size, together three times the budget. Above its cap a parameter
-// sends its strongest entries. Caps belong to parameters, so the bucket cut does not matter; a
-// fraction of an entry is rounded by a shared random phase, so that no small parameter starves.
-// The first step knows no threshold: each parameter sends its share by size.
+// A stale threshold must not send everything: each parameter has a cap, one entry plus twice its
+// recent share of the budget plus a share by size, together three times the budget. Above its cap a
+// parameter sends its strongest entries. Caps belong to parameters, so the bucket cut does not
+// matter; a fraction of an entry is rounded by a shared random phase, so that no small parameter
+// starves. The first step knows no threshold: each parameter sends its share by size.
 
 #include <algorithm>
 #include <cmath>
@@ -101,18 +101,21 @@ class Carried final : public Selector {
     }
   }
 
+  // One entry for each parameter (as far as half the budget goes), twice its recent share, and the
+  // rest by size; k in all in the first step, 3 k later.
   void set_caps(double k) {
     const double recent = std::accumulate(shares_.begin(), shares_.end(), 0.0);
     const double by_share = cut_ > 0 && recent > 0 ? 2 * k / recent : 0;
-    const double total = cut_ > 0 ? 3 * k : k;
-    const double by_size =
-        (total - by_share * recent) / std::max<double>(1, static_cast<double>(budget_.model));
+    const auto parameters = static_cast<double>(std::max<std::size_t>(1, caps_.size()));
+    const double each = std::min(1.0, k / 2 / parameters);
+    const double rest = (cut_ > 0 ? 3 * k : k) - by_share * recent - each * parameters;
+    const double by_size = rest / std::max(1.0, static_cast<double>(budget_.model));
     // The phase keeps off 0 and 1, where the rounding of a long sum could add an entry.
     const RandomStream stream(budget_.seed, budget_.step, RandomStream::Purpose::caps);
     double end = 0.001 + 0.998 * stream.unit(0);
     for (std::size_t p = 0; p < caps_.size(); ++p) {
       const double start = end;
-      end += by_share * shares_[p] + by_size * sizes_[p];
+      end += each + by_share * shares_[p] + by_size * sizes_[p];
       caps_[p] = static_cast<std::size_t>(std::floor(end) - std::floor(start));
     }
   }
