@@ -35,7 +35,7 @@ constexpr std::size_t kPlain = __STDCPP_DEFAULT_NEW_ALIGNMENT__;
 
 }  // namespace
 
-// The array forms end up in these; a sanitizer brings its own, which keep to themselves.
+// All other forms end up in these; a sanitizer brings its own, which keep to themselves.
 void* operator new(std::size_t size) {
   return allocate_or_throw(size, kPlain);
 }
@@ -52,9 +52,6 @@ void operator delete(void* memory, std::size_t) noexcept {
   release(memory);
 }
 void operator delete(void* memory, std::align_val_t) noexcept {
-  release(memory);
-}
-void operator delete(void* memory, std::size_t, std::align_val_t) noexcept {
   release(memory);
 }
 

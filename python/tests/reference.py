@@ -132,9 +132,10 @@ class Carried:
         k = step.k
         self.shares = self.shares or [0.0] * len(self.sizes)
         cut = np.float32(self.threshold * math.pow(self.last_k / k, 0.3))
-        if k >= values.size:
-            cut = np.finfo(np.float32).smallest_subnormal
         caps = self.caps(cut, k, values.size, random_unit(step.seed, step.number, CAPS, 0))
+        if k >= values.size:  # everything may go
+            cut = np.finfo(np.float32).smallest_subnormal
+            caps = list(self.sizes)
         chosen = []
         left = values.copy() if step.remembers else np.zeros_like(values)
         for start, size, cap in zip(starts(self.sizes), self.sizes, caps, strict=True):

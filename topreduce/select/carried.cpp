@@ -37,7 +37,7 @@ class Carried final : public Selector {
   Carried(double gain, const Layout& layout)
       : gain_(gain), shares_(layout.count()), caps_(layout.count()), sent_(layout.count()) {
     for (const Parameter& parameter : layout.parameters()) {
-      sizes_.push_back(static_cast<double>(parameter.size));
+      sizes_.push_back(parameter.size);
     }
   }
 
@@ -47,8 +47,11 @@ class Carried final : public Selector {
     std::ranges::fill(sent_, 0.0);
     const auto k = static_cast<double>(budget.entries);
     cut_ = static_cast<float>(threshold_ * std::pow(last_k_ / k, kSteepness));
-    if (budget.entries >= budget.model) cut_ = kNonZero;
     set_caps(k);
+    if (budget.entries >= budget.model) {  // everything may go
+      cut_ = kNonZero;
+      std::ranges::copy(sizes_, caps_.begin());
+    }
   }
 
   void choose(const Pending& pending, SparseVector& selected, kernels::Seen& seen,
@@ -115,19 +118,19 @@ class Carried final : public Selector {
     double end = 0.001 + 0.998 * stream.unit(0);
     for (std::size_t p = 0; p < caps_.size(); ++p) {
       const double start = end;
-      end += each + by_share * shares_[p] + by_size * sizes_[p];
+      end += each + by_share * shares_[p] + by_size * static_cast<double>(sizes_[p]);
       caps_[p] = static_cast<std::size_t>(std::floor(end) - std::floor(start));
     }
   }
 
   double gain_;
   Budget budget_;
-  float cut_ = 0;                  // this step's threshold; 0 if none is known yet
-  std::vector<double> sizes_;      // entries of each parameter
-  std::vector<double> shares_;     // what each sent lately
-  std::vector<std::size_t> caps_;  // the most each may send in this step
-  std::vector<double> sent_;       // what each sends in this step
-  double threshold_ = 0;           // for the next step
+  float cut_ = 0;                   // this step's threshold; 0 if none is known yet
+  std::vector<std::size_t> sizes_;  // entries of each parameter
+  std::vector<double> shares_;      // what each sent lately
+  std::vector<std::size_t> caps_;   // the most each may send in this step
+  std::vector<double> sent_;        // what each sends in this step
+  double threshold_ = 0;            // for the next step
   double bias_ = 1;
   double last_k_ = 1;
   Strongest strongest_;
