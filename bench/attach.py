@@ -30,7 +30,6 @@ VARIANTS = {
     "plain DDP": None,
     "topk 1 %, bucket": {"method": "topk", "density": 0.01, "granularity": "bucket"},
     "topk 1 %, model": {"method": "topk", "density": 0.01, "granularity": "model"},
-    "dense": {"method": "dense"},
 }
 
 
@@ -79,13 +78,13 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--context", type=int, default=64)
     arguments = parser.parse_args()
     options = Options(arguments.blocks, arguments.steps, arguments.batch, arguments.context)
-    results = launch(measure, arguments.ranks, options)
+    results = launch(measure, arguments.ranks, options, print)
     medians = {
         name: statistics.median(second for result in results for second in result[name][0])
         for name in VARIANTS

@@ -22,17 +22,18 @@ class Step {
     std::normal_distribution<float> normal;
     std::vector<float> pool(1 << 20);
     for (float& value : pool) value = normal(rng) * std::exp(0.7f * normal(rng));
-    for (auto& gradient : gradients_) {
+    const auto fill = [&](std::vector<float>& gradient) {
       gradient.resize(kEntries);
       for (float& value : gradient) value = pool[rng() % pool.size()];
-    }
+    };
+    for (auto& gradient : gradients_) fill(gradient);
+    fill(spare_);
     for (std::size_t p = 0; p < kParameters; ++p) {
       segments_.push_back({p, static_cast<Index>(layout_[p].offset), layout_[p].offset, {}});
     }
     // One residual is looked at and holds a gradient's worth; the other one takes the commits.
     looked_at_ = make_residual();
     written_ = make_residual();
-    spare_ = gradients_[0];
     use(spare_);
     looked_at_->commit({segments_, looked_at_->base(), 1}, {}, kRanks, 1);
   }

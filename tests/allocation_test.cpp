@@ -35,7 +35,7 @@ constexpr std::size_t kPlain = __STDCPP_DEFAULT_NEW_ALIGNMENT__;
 
 }  // namespace
 
-// All other forms end up in these; a sanitizer brings its own, which keep to themselves.
+// All other forms end up in these.
 void* operator new(std::size_t size) {
   return allocate_or_throw(size, kPlain);
 }
@@ -82,7 +82,7 @@ INSTANTIATE_TEST_SUITE_P(Rows, Allocation, testing::ValuesIn(kRows),
                          [](const auto& test) { return name_of(test.param); });
 
 TEST_P(Allocation, NoneInASteadyStep) {
-  const Layout layout({{"a.weight", {5000}}, {"a.bias", {7}}, {"none", {0}}, {"b", {3000}}});
+  const Layout layout({{"a.weight", {5000}}, {"a.bias", {7}}, {"none", {0}}, {"b", {60, 50}}});
   allocations = 0;
   Reducer reducer(layout, GetParam());
   comm::Self self;

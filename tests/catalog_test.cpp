@@ -59,7 +59,7 @@ TEST(Catalog, EveryEntryHasARowInLaws) {
     in_rows.insert("method " + reducer.spec().name);
     for (const char* stage : {"feedback", "select", "exchange"}) {
       const std::string& text = reducer.spec().settings.at(stage);
-      if (!text.empty()) in_rows.insert(stage + (" " + parse_spec(text).name));
+      if (!text.empty()) in_rows.insert(std::string(stage) + " " + parse_spec(text).name);
     }
   }
   const auto expect_rows = [&](const std::string& kind, const auto& entries) {

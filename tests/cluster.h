@@ -65,6 +65,26 @@ inline State state_of(Reducer& reducer) {
   return saver.state;
 }
 
+inline Floats floats_of(const State& state, std::string_view name) {
+  Floats values;
+  for (const std::uint64_t bits : state.find(name)->second) {
+    values.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(bits)));
+  }
+  return values;
+}
+
+/// The rank's estimate of its gradient (feedback ef21, ef21m), or the mean that stands for it;
+/// empty for all other feedbacks.
+inline Floats estimate_of(const State& state) {
+  for (const char* name : {"ef21m.estimate", "ef21m.mean"}) {
+    if (state.contains(name)) return floats_of(state, name);
+  }
+  if (!state.contains("ef21.base")) return {};
+  Floats estimate = floats_of(state, "ef21.base");
+  for (float& x : estimate) x = 0 - x;
+  return estimate;
+}
+
 // ---- comparing ---------------------------------------------------------------------------------
 
 inline testing::AssertionResult same_bits(std::span<const float> got, std::span<const float> want) {

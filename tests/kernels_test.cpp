@@ -205,6 +205,20 @@ TEST_P(Kernels, EvaluateLikeTheReference) {
   });
 }
 
+TEST_P(Kernels, ProjectLikeTheReference) {
+  for_each_case([](std::span<float> base, std::span<float> gradient, float scale) {
+    const Terms terms{base, gradient, scale};
+    const std::size_t stride = terms.size() + 3;
+    const auto directions = heavy_tailed(9 * stride, 5);
+    for (const std::size_t count : {1u, 2u, 4u, 9u}) {
+      std::vector<float> got(count), want(count);
+      project(terms, directions.data(), stride, got);
+      scalar::project(terms, directions.data(), stride, want);
+      expect_same(got, want);
+    }
+  });
+}
+
 TEST_P(Kernels, AbsorbLikeTheReference) {
   for_each_case([](std::span<float> base, std::span<float> gradient, float scale) {
     // Copies with a guard on each side, which must stay.

@@ -37,6 +37,15 @@ inline constexpr const char* kRows[] = {
     "randk:density=0.05,feedback=none",
     "randk:density=0.05,values=bf16",
     "randk:density=0.05,values=fp16,granularity=model",
+    "arc_topk:density=0.2",
+    "arc_topk:density=0.2,ranked=model,granularity=model",
+    "arc_topk:density=0.1,stream=signs,sketch=2,width=16,random=0.25,keep_dense=*bias",
+    "arc_topk:density=0.2,values=bf16,granularity=model",
+    "arc_topk:density=0.2,feedback=ef21",
+    "arc_topk:density=0.2,feedback=(ef21m:eta=0.5),granularity=model",
+    "topk:density=0.05,feedback=ef21",
+    "topk:density=0.05,feedback=ef21m,values=bf16,granularity=model",
+    "dense:feedback=ef21m",
 };
 inline constexpr int kRankCounts[] = {1, 2, 3, 5, 8};
 

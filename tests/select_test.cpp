@@ -133,6 +133,17 @@ TEST_P(TopK, EqualsAPlainSort) {
   }
 }
 
+// Every third entry is large, and a model of this size is sampled at every third place: the sample
+// promises three times as many large ones as there are.
+TEST(TopK, IsExactWhereTheSampleMisleads) {
+  constexpr std::size_t n = 140'000, k = 60'000;
+  auto rng = laws::rng_of(0, 0);
+  Floats values(n);
+  for (std::size_t i = 0; i < n; ++i) values[i] = normal(rng) + (i % 3 == 0 ? 100.0f : 0.0f);
+  Chooser chooser("topk", laws::one_parameter(n), k);
+  EXPECT_EQ(chooser.choose(values), plain_topk(values, k));
+}
+
 // ---- carried -----------------------------------------------------------------------------------
 
 constexpr std::size_t kBudget = 300;

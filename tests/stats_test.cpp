@@ -31,6 +31,30 @@ class Stats : public testing::TestWithParam<const char*> {
     return gradients_of(ranks, step, [&](int r, int s) { return heavy_tailed(r, s, layout_); });
   }
 
+  /// What was kept and what is left make up the energy of base + scale * gradient.
+  void expect_energy_adds_up() const {
+    Cluster cluster(3, layout_, GetParam());
+    const Spec feedback = parse_spec(cluster[0].spec().settings.at("feedback"));
+    const auto eta = feedback.settings.find("eta");
+    const float scale = eta == feedback.settings.end() ? 1 : std::stof(eta->second);
+    std::vector<State> states;
+    for (Reducer& each : cluster.reducers()) states.push_back(state_of(each));
+    for (int s = 0; s < 8; ++s) {
+      const auto before = gradients(3, s);
+      const auto outcomes = cluster.step(before, three_buckets(layout_));
+      for (std::size_t r = 0; r < 3; ++r) {
+        Floats had = floats_of(states[r], feedback.name + ".base");
+        for (std::size_t i = 0; i < had.size(); ++i) {
+          had[i] = s == 0 ? before[r][i] : had[i] + scale * before[r][i];
+        }
+        const StepStats& stats = outcomes[r].stats;
+        const double all = energy_of(had), left = stats.owed_norm * stats.owed_norm;
+        EXPECT_NEAR(stats.kept_energy * all + left, all, 1e-4 * all) << "step " << s;
+        states[r] = outcomes[r].state;
+      }
+    }
+  }
+
   const Layout layout_ = small_model();
 };
 
@@ -63,8 +87,9 @@ TEST_P(Stats, BytesFollowTheCostFormula) {
   for (const int ranks : {2, 3, 8}) {
     Cluster cluster(ranks, layout_, GetParam());
     const Spec& spec = cluster[0].spec();
-    const auto exchange = find_exchange(parse_spec(spec.settings.at("exchange")).name)
-                              .make({"stats_test", {}, {}}, layout_);
+    const Spec chosen = parse_spec(spec.settings.at("exchange"));
+    const ExchangeEntry& entry = find_exchange(chosen.name);
+    const auto exchange = entry.make({entry.name, entry.settings, chosen}, cluster[0].remembered());
     const auto dense = find_exchange("dense").make({"stats_test", {}, {}}, layout_);
     const auto n = static_cast<double>(cluster[0].remembered().size());
     const auto kept = static_cast<double>(layout_.size()) - n;
@@ -120,8 +145,11 @@ TEST(Stats, TopkSendsItsMessageToEveryPeer) {
 
 // Where nothing is owed, one rank alone applies exactly what it settled. What is left is the
 // difference of two sums, so next to nothing left it is known only to a part of the whole.
+// (Estimates owe nothing; feedback_test.cpp has their distance.)
 TEST_P(Stats, EnergyIsWhatWasSettled) {
-  const bool owes = !Reducer(layout_, GetParam()).owed().empty();
+  Reducer reducer(layout_, GetParam());
+  if (!estimate_of(state_of(reducer)).empty()) return expect_energy_adds_up();
+  const bool owes = !reducer.owed().empty();
   Cluster cluster(owes ? 3 : 1, layout_, GetParam());
   const auto places = places_in_memory(cluster[0]);
   std::vector<Floats> owed(3, Floats(cluster[0].remembered().size()));
@@ -151,14 +179,19 @@ TEST_P(Stats, EnergyIsWhatWasSettled) {
 TEST_P(Stats, CountsAreWhatTravelled) {
   for (const int ranks : {1, 3}) {
     Cluster cluster(ranks, layout_, GetParam());
+    const bool estimates = !estimate_of(state_of(cluster[0])).empty();
+    Floats last(layout_.size());  // an estimate stays where nothing was delivered
     for (int s = 0; s < 8; ++s) {
       const double density = cluster[0].density();
       const auto outcomes = take_step(cluster, s, three_buckets(layout_));
       const StepStats& stats = outcomes[0].stats;
-      const auto changed = static_cast<std::uint64_t>(
-          std::ranges::count_if(outcomes[0].gradient, [](float x) { return x != 0; }));
+      std::uint64_t changed = 0;
+      for (std::size_t i = 0; i < last.size(); ++i) {
+        changed += outcomes[0].gradient[i] != last[i] ? 1 : 0;
+      }
+      if (estimates) last = outcomes[0].gradient;
       EXPECT_GE(stats.delivered, changed);
-      if (cluster[0].spec().settings.at("values") == "fp32") {
+      if (cluster[0].spec().settings.at("values") == "fp32" && !estimates) {
         EXPECT_EQ(stats.delivered, changed);  // unrounded, these never cancel
       }
       std::uint64_t sum = 0;
@@ -173,7 +206,9 @@ TEST_P(Stats, CountsAreWhatTravelled) {
         EXPECT_EQ(stats.budget, kept + static_cast<std::uint64_t>(
                                            std::llround(density * static_cast<double>(n))));
       }
-      if (!select.starts_with("carried")) {
+      if (cluster[0].spec().settings.at("exchange").starts_with("arc_topk")) {
+        EXPECT_GE(stats.selected, stats.budget);  // whole rows, and small tensors whole
+      } else if (!select.starts_with("carried")) {
         EXPECT_EQ(stats.selected, stats.budget);
       }
     }

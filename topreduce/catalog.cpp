@@ -100,7 +100,9 @@ const Entry& find(std::span<const Entry> entries, std::string_view what, std::st
 
 }  // namespace
 
-Settings::Settings(std::string_view owner, std::span<const Setting> known, const Spec& spec) {
+Settings::Settings(std::string_view owner, std::span<const Setting> known, const Spec& spec,
+                   Choice choice)
+    : choice_(choice) {
   std::vector<std::string> names;
   for (const Setting& setting : known) {
     names.emplace_back(setting.name);

@@ -35,18 +35,26 @@ struct Setting {
 /// Which cuts of the model into exchanges an entry can work with.
 enum class Granularity { model, bucket, any };
 
+/// Who decides what an exchange sends.
+enum class Choice { alone, together, everything };
+
 /// Values of all settings of an entry: given, or by default; checked.
 class Settings {
  public:
   /// Throws std::invalid_argument, naming `owner`, for a setting that `known` does not list and for
   /// a value outside its range.
-  Settings(std::string_view owner, std::span<const Setting> known, const Spec& spec);
+  Settings(std::string_view owner, std::span<const Setting> known, const Spec& spec,
+           Choice choice = Choice::alone);
 
   double number(std::string_view name) const;
   std::uint64_t integer(std::string_view name) const;
   const std::string& text(std::string_view name) const;
 
+  /// Of the exchange in the same pipeline. Not `alone`: all ranks always send the same entries.
+  Choice choice() const { return choice_; }
+
  private:
+  Choice choice_;
   std::map<std::string, std::string, std::less<>> values_;
 };
 
@@ -65,9 +73,6 @@ struct Entry {
 
 using FeedbackEntry = Entry<feedback::Feedback>;
 using SelectEntry = Entry<select::Selector>;
-
-/// Who decides what an exchange sends.
-enum class Choice { alone, together, everything };
 
 struct ExchangeEntry : Entry<exchange::Exchange> {
   Choice choice;

@@ -27,6 +27,8 @@ class Pending {
   std::span<const Segment> segments() const { return segments_; }
   Index size() const { return size_; }
   float scale() const { return scale_; }
+  /// The gradient alone: nothing remembered was added.
+  bool plain() const { return base_.empty(); }
 
   /// The terms of one segment: base + scale * gradient.
   kernels::Terms terms(const Segment& segment) const;

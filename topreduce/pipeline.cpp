@@ -28,8 +28,9 @@ Spec stage_spec(const Spec& method, std::string_view given, std::string_view fal
 }
 
 template <class Stage>
-std::unique_ptr<Stage> make(const Entry<Stage>& entry, const Spec& spec, const Layout& layout) {
-  return entry.make(Settings(entry.name, entry.settings, spec), layout);
+std::unique_ptr<Stage> make(const Entry<Stage>& entry, const Spec& spec, const Layout& layout,
+                            Choice choice) {
+  return entry.make(Settings(entry.name, entry.settings, spec, choice), layout);
 }
 
 // The spec with every default filled in.
@@ -79,7 +80,8 @@ Pipeline::Pipeline(const Layout& layout, const Spec& given) {
   const ExchangeEntry& exchange_entry = find_exchange(exchange_spec.name);
   const Spec feedback_spec = stage_spec(given, setting("feedback"), method.feedback, find_feedback);
   const FeedbackEntry& feedback_entry = find_feedback(feedback_spec.name);
-  const bool alone = exchange_entry.choice == Choice::alone;
+  choice = exchange_entry.choice;
+  const bool alone = choice == Choice::alone;
   Spec select_spec;
   std::vector<Setting> known(common_settings().begin(), common_settings().end());
   known.insert(known.end(), exchange_entry.settings.begin(), exchange_entry.settings.end());
@@ -132,9 +134,13 @@ Pipeline::Pipeline(const Layout& layout, const Spec& given) {
                                 ": a model of more than 2^32 entries is not supported");
   }
 
-  feedback = make(feedback_entry, feedback_spec, compressed);
-  exchange = make(exchange_entry, exchange_spec, compressed);
-  if (alone) selector = make(find_select(select_spec.name), select_spec, compressed);
+  feedback = make(feedback_entry, feedback_spec, compressed, choice);
+  exchange = make(exchange_entry, exchange_spec, compressed, choice);
+  if (alone) selector = make(find_select(select_spec.name), select_spec, compressed, choice);
+  if (exchange->needs_whole_model() && granularity != Granularity::model) {
+    throw std::invalid_argument(given.name + ": exchange " + to_string(exchange_spec) +
+                                " chooses over the whole model; it needs granularity=model");
+  }
 
   spec = complete(given, common_settings());
   spec.settings["density"] = density == 1 ? "1" : spec.settings["density"];
@@ -157,9 +163,9 @@ double Pipeline::density_at(std::uint64_t step) const {
 
 select::Budget Pipeline::budget_at(std::uint64_t step) const {
   const std::size_t n = compressed.size();
-  const auto wanted =
-      static_cast<std::size_t>(std::llround(density_at(step) * static_cast<double>(n)));
-  return {step, seed, std::clamp<std::size_t>(wanted, std::min<std::size_t>(1, n), n), n};
+  const double share = density_at(step);
+  const auto wanted = static_cast<std::size_t>(std::llround(share * static_cast<double>(n)));
+  return {step, seed, std::clamp<std::size_t>(wanted, std::min<std::size_t>(1, n), n), n, share};
 }
 
 }  // namespace topreduce

@@ -17,6 +17,7 @@ struct Pipeline {
 
   Spec spec;  ///< every setting, defaults included
   double density = 1;
+  Choice choice = Choice::alone;  ///< of the exchange
   Granularity granularity = Granularity::bucket;
   wire::Values values = wire::Values::fp32;
   std::uint64_t warmup_steps = 0, ramp_steps = 0, seed = 0;

@@ -92,7 +92,7 @@ struct Reducer::Inside {
 
 Regime Reducer::Inside::regime_of_step() const {
   if (mode == Mode::bypass) return Regime::bypass;
-  if (step < pipeline.warmup_steps) return Regime::dense;
+  if (step < pipeline.warmup_steps || !pipeline.feedback->started()) return Regime::dense;
   if (step >= pipeline.warmup_steps + pipeline.ramp_steps) return Regime::compress;
   // Early in the ramp sending everything may be cheaper; it is never worse.
   const auto n = static_cast<double>(pipeline.compressed.size());
@@ -186,7 +186,8 @@ void Reducer::Inside::add(std::span<const std::size_t> parameters, std::span<flo
 }
 
 Pending Reducer::Inside::pending(const Parcel& parcel) const {
-  const bool remembers = parcel.home == Home::compressed && regime != Regime::bypass;
+  const bool restarts = regime == Regime::dense && pipeline.feedback->is_estimate();
+  const bool remembers = parcel.home == Home::compressed && regime != Regime::bypass && !restarts;
   const std::span<const float> base =
       remembers ? pipeline.feedback->base() : std::span<const float>();
   const float scale = remembers ? pipeline.feedback->scale() : 1;
@@ -353,7 +354,12 @@ void Reducer::configure(const Spec& changes) {
         "configure: feedback and keep_dense decide what is owed; they stay "
         "as they are once a run has begun");
   }
-  next.feedback = std::move(now.pipeline.feedback);
+  // An estimate is kept in another form if the ranks choose alone; it owes nothing and starts anew.
+  const bool form_changes =
+      (next.choice == Choice::alone) != (now.pipeline.choice == Choice::alone);
+  if (!(form_changes && next.feedback->is_estimate())) {
+    next.feedback = std::move(now.pipeline.feedback);
+  }
   if (same("select")) next.selector = std::move(now.pipeline.selector);
   if (same("exchange")) next.exchange = std::move(now.pipeline.exchange);
   now.pipeline = std::move(next);
@@ -391,7 +397,7 @@ double Reducer::density() const {
 }
 
 std::span<const float> Reducer::owed() const {
-  return inside_->pipeline.feedback->base();
+  return inside_->pipeline.feedback->owed();
 }
 
 void Reducer::visit(StateVisitor& visitor) {

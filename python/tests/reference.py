@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,13 +40,16 @@ def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, i
     return c0, c1, c2, c3
 
 
-PLACES, CAPS = 1, 2  # purposes
+PLACES, CAPS, SKETCH, ROWS = 1, 2, 3, 4  # purposes
+
+
+def random_block(seed: int, step: int, purpose: int, i: int) -> tuple[int, int, int, int]:
+    return philox((i, purpose, step & _WORD, step >> 32), (seed & _WORD, seed >> 32))
 
 
 def random_bits(seed: int, step: int, purpose: int, i: int) -> int:
     """64 bits: the first two words of the block."""
-    key = (seed & _WORD, seed >> 32)
-    first, second, _, _ = philox((i, purpose, step & _WORD, step >> 32), key)
+    first, second, _, _ = random_block(seed, step, purpose, i)
     return second << 32 | first
 
 
@@ -57,6 +61,13 @@ def random_below(bound: int, seed: int, step: int, purpose: int, i: int) -> int:
 def random_unit(seed: int, step: int, purpose: int, i: int) -> float:
     """The upper 53 bits as a fraction."""
     return (random_bits(seed, step, purpose, i) >> 11) / 2.0**53
+
+
+def random_normal(seed: int, step: int, purpose: int, i: int) -> float:
+    """Eight 16-bit numbers added up, standardised, corrected once after Cornish and Fisher."""
+    block = random_block(seed, step, purpose, i)
+    x = (sum((word & 0xFFFF) + (word >> 16) for word in block) - 4 * 65535.0) * (1 / 53509.91992145)
+    return x + 1.2 / 8 / 24 * ((x * x - 3) * x)
 
 
 # ---- the budget ---------------------------------------------------------------------------------
@@ -88,6 +99,9 @@ class Step:
     number: int
     seed: int
     k: int  # entries to send
+    density: float  # their share before rounding
+    shapes: list[Sequence[int]]  # of the parameters that are compressed
+    of_exchange: dict[str, Any]  # its settings
     remembers: bool  # what is not sent is owed
     travel: Callable[[Floats], Floats]  # how a value looks on the other side
     sizes: Sequence[int]  # of the parameters in question
@@ -244,9 +258,121 @@ def randk(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
     return everywhere(pending, np.sort((np.array(drawn, np.int64) - turn) % n), step)
 
 
-def values_sent(exchange: str, k: int, n: int, ranks: int) -> float:
+@dataclass
+class Rows:
+    """One tensor of ARC-Top-K."""
+
+    start: int  # in the model
+    size: int
+    width: int
+    count: int  # none: it goes whole
+    first_direction: int
+    first_draw: int
+
+
+def arc_rows(
+    shapes: Sequence[Sequence[int]], sketch: int = 4, width: int = 0, **_: Any
+) -> list[Rows]:
+    """Rows along the first dimension, or of `width` entries; none where sketching gains nothing."""
+    tensors: list[Rows] = []
+    start = directions = draws = 0
+    for shape in shapes:
+        size = size_of(shape)
+        wide = count = 0
+        if len(shape) > 1 and size:
+            wide = width or size // shape[0]
+            count = -(-size // wide)
+            if count * sketch >= size:
+                wide = count = 0
+        tensors.append(Rows(start, size, wide, count, directions, draws))
+        start, directions, draws = start + size, directions + wide * sketch, draws + count + 1
+    return tensors
+
+
+def arc_sketch(rows: Floats, directions: Floats) -> Floats:
+    """rows @ directions.T in float32: 16 partial sums, then halves onto halves."""
+    columns = []
+    for direction in directions:
+        partial = np.zeros((len(rows), 16), np.float32)
+        for at in range(0, rows.shape[1], 16):
+            partial += rows[:, at : at + 16] * direction[at : at + 16]
+        while partial.shape[1] > 1:
+            left, right = np.hsplit(partial, 2)
+            partial = left + right
+        columns.append(partial[:, 0])
+    return np.stack(columns, axis=1)
+
+
+def arc_topk(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
+    """Rows that are largest in the mean, seen through a shared random sketch (2510.26709)."""
+    options: dict[str, Any] = {"sketch": 4, "stream": "gaussian", "ranked": "tensor", "random": 0.0}
+    options.update(step.of_exchange)
+    tensors = arc_rows(step.shapes, **step.of_exchange)
+    groups: list[tuple[int, list[tuple[float, int, int]]]] = []  # first draw; score, start, size
+    places = []
+    for tensor in tensors:
+        whole = np.arange(tensor.start, tensor.start + tensor.size)
+        if tensor.count == 0:
+            places.append(whole)
+            continue
+        padded = -(-tensor.width // 16) * 16
+        directions = np.zeros((options["sketch"], padded), np.float32)
+        for i in range(options["sketch"] * tensor.width):
+            directions[divmod(i, tensor.width)] = arc_direction(
+                step, options["stream"], tensor.first_direction + i
+            )
+        sketches = []
+        for values in pending:
+            flat = np.zeros(tensor.count * tensor.width, np.float32)
+            flat[: tensor.size] = values[whole]
+            rows = np.zeros((tensor.count, padded), np.float32)
+            rows[:, : tensor.width] = flat.reshape(tensor.count, tensor.width)
+            sketches.append(step.travel(arc_sketch(rows, directions)))
+        total = step.travel(in_rank_order(sketches)).astype(np.float64)
+        scored = []
+        for j, row in enumerate(total):
+            at = j * tensor.width
+            size = min(tensor.width, tensor.size - at)
+            scored.append((reduce(add, row * row, 0.0) / size, tensor.start + at, size))
+        groups.append((tensor.first_draw, scored))
+    if options["ranked"] == "model":
+        groups = [(0, [row for _, scored in groups for row in scored])]
+    for first_draw, scored in groups:
+        for start, size in arc_choice(scored, first_draw, options["random"], step):
+            places.append(np.arange(start, start + size))
+    return everywhere(pending, np.sort(np.concatenate([np.empty(0, np.int64), *places])), step)
+
+
+def arc_direction(step: Step, stream: str, i: int) -> float:
+    if stream == "gaussian":
+        return random_normal(step.seed, step.number, SKETCH, i)
+    bits = random_bits(step.seed, step.number, SKETCH, i // 64)
+    return 1.0 if bits >> i % 64 & 1 else -1.0
+
+
+def arc_choice(
+    rows: list[tuple[float, int, int]], first_draw: int, random: float, step: Step
+) -> list[tuple[int, int]]:
+    """Best rows until they hold the density; then some of them exchanged for random ones."""
+    order = [row[1:] for row in sorted(rows, key=lambda row: (-row[0], row[1]))]
+    wanted = step.density * sum(size for _, size in order) * (1 - 1e-12)
+    count = 0
+    while count < len(order) and sum(size for _, size in order[:count]) < wanted:
+        count += 1
+    if random > 0 and order:
+        count -= int(random * count + random_unit(step.seed, step.number, ROWS, first_draw))
+        while count < len(order) and sum(size for _, size in order[:count]) < wanted:
+            left, i = len(order) - count, first_draw + 1 + count
+            other = count + random_below(left, step.seed, step.number, ROWS, i)
+            order[count], order[other] = order[other], order[count]
+            count += 1
+    return order[:count]
+
+
+def values_sent(exchange: str, k: int, n: int, ranks: int, sketched: int = 0) -> float:
     """By each rank; an index counts as a quarter of a value."""
     return {
+        "arc_topk": 2.0 * (sketched + k) * (ranks - 1) / ranks,
         "gather": 1.25 * k * (ranks - 1),
         "randk": 2.0 * k * (ranks - 1) / ranks,
         "dense": 2.0 * n * (ranks - 1) / ranks,
@@ -276,9 +402,113 @@ TRAVEL: dict[str, Callable[[Floats], Floats]] = {
 
 # ---- feedback: what is owed after a step --------------------------------------------------------
 
-FEEDBACK: dict[str, Callable[[Floats, Floats], Floats]] = {
-    "none": lambda pending, settled: np.zeros_like(pending),
-    "residual": lambda pending, settled: pending - settled,
+
+class NoMemory:
+    """Of all ranks. `plain`: everything is sent, and a memory that is an estimate starts anew."""
+
+    estimates = False
+    started = True
+    remembers = False
+
+    def __init__(self, ranks: int, n: int, together: bool, **_: float) -> None:
+        self.together = together
+        self.zeros = [np.zeros(n, np.float32) for _ in range(ranks)]
+
+    @property
+    def owed(self) -> list[Floats]:
+        return self.zeros
+
+    def change(self, gradient: list[Floats], loss_scale: float, plain: bool) -> list[Floats]:
+        """What the gradients add to what is pending."""
+        return [np.float32(1 / loss_scale) * mine for mine in gradient]
+
+    def pending(self, gradient: list[Floats], loss_scale: float, plain: bool) -> list[Floats]:
+        return self.change(gradient, loss_scale, plain)
+
+    def commit(self, pending: list[Floats], delivery: Delivery, plain: bool) -> Floats:
+        """Returns the mean that everyone applies."""
+        return delivery.total / np.float32(len(pending))
+
+
+class Residual(NoMemory):
+    remembers = True
+
+    def __init__(self, ranks: int, n: int, together: bool, **_: float) -> None:
+        super().__init__(ranks, n, together)
+        self.debts = self.zeros
+
+    @property
+    def owed(self) -> list[Floats]:
+        return self.debts
+
+    def pending(self, gradient: list[Floats], loss_scale: float, plain: bool) -> list[Floats]:
+        scaled = super().pending(gradient, loss_scale, plain)
+        return [debt + mine for debt, mine in zip(self.debts, scaled, strict=True)]
+
+    def commit(self, pending: list[Floats], delivery: Delivery, plain: bool) -> Floats:
+        self.debts = [had - gone for had, gone in zip(pending, delivery.settled, strict=True)]
+        return super().commit(pending, delivery, plain)
+
+
+class EF21(NoMemory):
+    """2106.05203. With a support shared by all ranks, the mean stands for every own estimate."""
+
+    estimates = True
+    remembers = True  # what is not sent is part of the next difference
+
+    def __init__(self, ranks: int, n: int, together: bool, **_: float) -> None:
+        super().__init__(ranks, n, together)
+        self.started = n == 0
+        self.estimate, self.mean = self.zeros, np.zeros(n, np.float32)
+
+    def pending(self, gradient: list[Floats], loss_scale: float, plain: bool) -> list[Floats]:
+        scaled = super().pending(gradient, loss_scale, plain)
+        own = self.zeros if plain else self.estimate
+        return [mine - estimate for mine, estimate in zip(scaled, own, strict=True)]
+
+    def commit(self, pending: list[Floats], delivery: Delivery, plain: bool) -> Floats:
+        if plain:
+            self.estimate, self.mean = self.zeros, self.zeros[0]
+        self.started = True
+        self.mean = self.mean + super().commit(pending, delivery, plain)
+        self.estimate = [
+            self.mean if self.together else mine + settled
+            for mine, settled in zip(self.estimate, delivery.settled, strict=True)
+        ]
+        return self.mean
+
+
+class EF21M(EF21):
+    """2305.15155. h, the running mean, is what was to be sent plus the estimate."""
+
+    def __init__(self, ranks: int, n: int, together: bool, eta: float = 0.1) -> None:
+        super().__init__(ranks, n, together)
+        self.eta = np.float32(eta)
+        self.base = self.zeros  # (1 - eta) h - estimate
+
+    def change(self, gradient: list[Floats], loss_scale: float, plain: bool) -> list[Floats]:
+        scale = (np.float32(1) if plain else self.eta) / np.float32(loss_scale)
+        return [scale * mine for mine in gradient]
+
+    def pending(self, gradient: list[Floats], loss_scale: float, plain: bool) -> list[Floats]:
+        bases = self.zeros if plain else self.base
+        changes = self.change(gradient, loss_scale, plain)
+        return [base + mine for base, mine in zip(bases, changes, strict=True)]
+
+    def commit(self, pending: list[Floats], delivery: Delivery, plain: bool) -> Floats:
+        before = self.zeros if plain else self.estimate
+        h = [had + estimate for had, estimate in zip(pending, before, strict=True)]
+        mean = super().commit(pending, delivery, plain)
+        keep = np.float32(1) - self.eta
+        self.base = [keep * mine - own for mine, own in zip(h, self.estimate, strict=True)]
+        return mean
+
+
+FEEDBACK: dict[str, Callable[..., NoMemory]] = {
+    "none": NoMemory,
+    "residual": Residual,
+    "ef21": EF21,
+    "ef21m": EF21M,
 }
 
 SELECT: dict[str, Callable[..., TopK | Carried]] = {"topk": TopK, "carried": Carried}
@@ -287,13 +517,16 @@ EXCHANGE: dict[str, Callable[[list[Floats], list[Places], Step], Delivery]] = {
     "dense": dense,
     "gather": gather,
     "randk": randk,
+    "arc_topk": arc_topk,
 }
+TOGETHER = {"dense", "randk", "arc_topk"}  # all ranks always send the same entries
 
 # method: feedback, select with granularity model and bucket, exchange
 METHODS = {
     "dense": ("none", {"model": "", "bucket": ""}, "dense"),
     "topk": ("residual", {"model": "topk", "bucket": "carried"}, "gather"),
     "randk": ("residual", {"model": "", "bucket": ""}, "randk"),
+    "arc_topk": ("residual", {"model": "", "bucket": ""}, "arc_topk"),
 }
 
 # ---- the step -----------------------------------------------------------------------------------
@@ -342,6 +575,8 @@ def simulate(
     ramp_steps: int = 0,
     seed: int = 0,
     loss_scale: float = 1.0,
+    of_feedback: dict[str, float] | None = None,
+    of_exchange: dict[str, Any] | None = None,
     **of_select: float,
 ) -> list[Outcome]:
     """Every step of a run: gradients[step][rank], flat over the layout."""
@@ -354,7 +589,12 @@ def simulate(
     n = sum(sizes)
     selectors = [SELECT[select](sizes, **of_select) for _ in range(ranks)] if select else []
     travel = TRAVEL[values if ranks > 1 else "fp32"]  # alone, nothing travels
-    owed = [np.zeros(n, np.float32) for _ in range(ranks)]
+    memory = FEEDBACK[feedback](ranks, n, exchange in TOGETHER, **(of_feedback or {}))
+    compressed = [shape for name, shape in shapes if not is_kept_dense(name, keep_dense)]
+    of_exchange = of_exchange or {}
+    sketched = sum(
+        rows.count * of_exchange.get("sketch", 4) for rows in arc_rows(compressed, **of_exchange)
+    )
 
     outcomes: list[Outcome] = []
     number = 0
@@ -362,44 +602,54 @@ def simulate(
         gradient = [np.float32(1 / loss_scale) * mine for mine in scaled_gradient]
         share = 1.0 if method == "dense" else density_at(number, density, warmup_steps, ramp_steps)
         k = entries_for(share, n)
-        whole = exchange == "dense" or n == 0 or number < warmup_steps
+        whole = number < warmup_steps or not memory.started
         if not whole and number < warmup_steps + ramp_steps:
             # In the ramp, everything goes if that costs no more.
-            whole = values_sent(exchange, k, n, ranks) >= values_sent("dense", n, n, ranks)
-        step = Step(number, seed, n if whole else k, feedback != "none", travel, sizes)
+            sent = values_sent(exchange, k, n, ranks, sketched)
+            whole = sent >= values_sent("dense", n, n, ranks)
+        plain = whole and memory.estimates
+        whole = whole or exchange == "dense" or n == 0
+        step = Step(
+            number,
+            seed,
+            n if whole else k,
+            share,
+            compressed,
+            of_exchange,
+            memory.remembers,
+            travel,
+            sizes,
+        )
 
         mean = np.full(kept.size, np.nan, np.float32)
         chosen: list[Places] = []
         delivered = 0
-        pending = [debt + mine[~kept] for debt, mine in zip(owed, gradient, strict=True)]
+        compressing = [mine[~kept] for mine in scaled_gradient]
+        pending = memory.pending(compressing, loss_scale, plain)
+        change = memory.change(compressing, loss_scale, plain)
         finite = all(np.isfinite(mine).all() for mine in [*pending, *gradient])
         if finite:
             if selectors and not whole:
-                chosen = [
-                    selectors[r].choose(pending[r], gradient[r][~kept], step) for r in range(ranks)
-                ]
+                chosen = [selectors[r].choose(pending[r], change[r], step) for r in range(ranks)]
             delivery = EXCHANGE["dense" if whole else exchange](pending, chosen, step)
             rest = replace(step, sizes=[int(kept.sum())])
             kept_delivery = dense([mine[kept] for mine in gradient], [], rest)
-            for where, which in ((~kept, delivery), (kept, kept_delivery)):
-                mean[where] = which.total / np.float32(ranks) * np.float32(loss_scale)
-                delivered += which.delivered
+            delivered = delivery.delivered + kept_delivery.delivered
+            mean[kept] = kept_delivery.total / np.float32(ranks) * np.float32(loss_scale)
             # The commit. A step that is not finite changes nothing, not even its own number.
-            owed = [
-                FEEDBACK[feedback](*both) for both in zip(pending, delivery.settled, strict=True)
-            ]
+            mean[~kept] = memory.commit(pending, delivery, plain) * np.float32(loss_scale)
             if chosen:
                 for selector in selectors:
                     selector.commit()
             number += 1
-        sent = [places.size + int(kept.sum()) for places in chosen] or [delivered] * ranks
+        selected = [places.size + int(kept.sum()) for places in chosen] or [delivered] * ranks
         outcomes.append(
             Outcome(
                 mean=mean,
-                owed=[spread(debt, ~kept) for debt in owed],
+                owed=[spread(debt, ~kept) for debt in memory.owed],
                 density=share,
                 budget=step.k + int(kept.sum()),
-                selected=sent,
+                selected=selected,
                 delivered=delivered,
             )
         )

@@ -49,10 +49,21 @@ def check(
     shapes: reference.Shapes,
     gradients: list[list[Floats]],
     loss_scale: float = 1.0,
+    of_feedback: dict[str, float] | None = None,
+    of_exchange: dict[str, Any] | None = None,
     **settings: Any,
 ) -> list[reference.Outcome]:
     """Runs both and compares every step on every rank."""
-    expected = reference.simulate(method, shapes, gradients, loss_scale=loss_scale, **settings)
+    expected = reference.simulate(
+        method,
+        shapes,
+        gradients,
+        loss_scale=loss_scale,
+        of_feedback=of_feedback,
+        of_exchange=of_exchange,
+        **settings,
+    )
+    settings |= (of_feedback or {}) | (of_exchange or {})
     if method == "dense":
         settings.pop("density", None)
 
@@ -141,6 +152,53 @@ def test_without_memory(method: str, granularity: str) -> None:
         method, SHAPES, gradients, density=0.05, granularity=granularity, feedback="none"
     )
     assert not any(owed.any() for outcome in outcomes for owed in outcome.owed)
+
+
+@pytest.mark.parametrize("granularity", ["model", "bucket"])
+@pytest.mark.parametrize("of_feedback", [{}, {"eta": 0.1}, {"eta": 0.75}])
+@pytest.mark.parametrize("method", METHODS)
+def test_estimates(method: str, of_feedback: dict[str, float], granularity: str) -> None:
+    gradients = integer_gradients(SHAPES, 30, 3)
+    gradients[12][1][7] = np.inf
+    outcomes = check(
+        method,
+        SHAPES,
+        gradients,
+        loss_scale=16.0,
+        of_feedback=of_feedback,
+        feedback="ef21m" if of_feedback else "ef21",
+        density=0.05,
+        granularity=granularity,
+        warmup_steps=2,
+        ramp_steps=6,
+        keep_dense="scale",
+    )
+    assert not any(owed.any() for outcome in outcomes for owed in outcome.owed)
+
+
+@pytest.mark.parametrize(
+    ("granularity", "of_exchange"),
+    [
+        ("bucket", {"sketch": 1}),
+        ("bucket", {"sketch": 5, "stream": "signs", "random": 0.3}),
+        ("bucket", {"width": 12, "random": 1.0}),
+        ("model", {"ranked": "model"}),
+        ("model", {"ranked": "model", "width": 20, "sketch": 2, "random": 0.2}),
+    ],
+)
+@pytest.mark.parametrize("feedback", ["residual", "ef21", "ef21m"])
+def test_arc_topk(feedback: str, granularity: str, of_exchange: dict[str, Any]) -> None:
+    shapes = [*SHAPES, ("conv.weight", (6, 5, 3, 3))]
+    check(
+        "arc_topk",
+        shapes,
+        integer_gradients(shapes, 200, 5),
+        of_exchange=of_exchange,
+        feedback=feedback,
+        density=0.15,
+        granularity=granularity,
+        seed=9,
+    )
 
 
 @pytest.mark.parametrize("gain", [0.0, 0.5])

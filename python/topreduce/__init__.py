@@ -5,8 +5,8 @@ imported explicitly, so that this package does not need torch.
 """
 
 from topreduce._core import (
-    Communicator,
     CommError,
+    Communicator,
     Layout,
     Reducer,
     StepStats,

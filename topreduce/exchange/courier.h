@@ -48,6 +48,13 @@ class Courier {
   /// The same for values that have no places, in parts of even size.
   void all_reduce(std::span<float> values, std::span<float> settled);
 
+  /// From here on, until the next `open`, messages are stamped with the fingerprint of a choice
+  /// that all ranks must have made alike; a message with another one is a WireError.
+  void expect_same(std::uint32_t choice) { envelope_.run ^= choice; }
+
+  /// Where an exchange books the time of its own computing.
+  double& seconds(Stage stage) { return (*stats_)[stage]; }
+
   /// Yes only while every rank heard from so far, and this one, voted yes.
   wire::Vote vote() const { return vote_; }
 

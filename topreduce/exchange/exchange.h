@@ -29,6 +29,9 @@ class Exchange {
   /// Of one exchange of `size` entries in which every rank sends k, with `ranks` ranks.
   virtual Cost cost(double k, double size, int ranks) const = 0;
 
+  /// Whether it must see the whole model at once (granularity=model).
+  virtual bool needs_whole_model() const { return false; }
+
   /// As for Selector: what is kept between steps changes in `commit` only.
   virtual void commit() {}
   virtual void visit(StateVisitor&) {}

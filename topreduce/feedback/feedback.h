@@ -10,6 +10,9 @@ namespace topreduce::feedback {
 
 /// What a rank remembers of what it did not send. The vector of a step is always
 /// base + scale * gradient; feedbacks differ in what they make of it afterwards.
+///
+/// Some remember what they owe (residual), others an estimate of the gradient (ef21): these owe
+/// nothing, send differences, and start from a step that sends every gradient as it is.
 class Feedback {
  public:
   virtual ~Feedback() = default;
@@ -17,6 +20,15 @@ class Feedback {
   /// Flat over the model, or empty for zeros.
   virtual std::span<const float> base() const = 0;
   virtual float scale() const { return 1; }
+
+  /// Flat over the model, or empty if this memory owes nothing.
+  virtual std::span<const float> owed() const { return base(); }
+
+  /// Whether it is an estimate: a step that sends everything then sends plain gradients
+  /// (Pending::plain), and the estimate starts anew from them.
+  virtual bool is_estimate() const { return false; }
+  /// False as long as the next step must send everything.
+  virtual bool started() const { return true; }
 
   /// The step was voted through. For one exchange: takes what was settled off the memory and
   /// replaces its gradients with the mean over `ranks`, times `unit` (the loss scale). Returns by

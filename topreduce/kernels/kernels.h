@@ -54,6 +54,10 @@ void survey(const Terms& terms, Seen& seen);
 /// x[i] for the whole of `terms`.
 void evaluate(const Terms& terms, std::span<float> out);
 
+/// out[j] = sum over i of x[i] * directions[j * stride + i]. Sixteen partial sums, i modulo 16,
+/// then added up by halves; every product and sum is rounded.
+void project(const Terms& terms, const float* directions, std::size_t stride, std::span<float> out);
+
 /// base[i] += scale * gradient[i]; gradient[i] = 0. `base` may be empty.
 void absorb(std::span<float> base, std::span<float> gradient, float scale);
 
@@ -77,6 +81,7 @@ std::size_t collect_above(const Terms& terms, float threshold, Index first, Inde
 std::size_t count_above(const Terms& terms, float threshold);
 void survey(const Terms& terms, Seen& seen);
 void evaluate(const Terms& terms, std::span<float> out);
+void project(const Terms& terms, const float* directions, std::size_t stride, std::span<float> out);
 void absorb(std::span<float> base, std::span<float> gradient, float scale);
 void add(std::span<float> sum, std::span<const float> part);
 float kth_magnitude(std::span<const float> values, std::size_t k);

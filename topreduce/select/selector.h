@@ -14,6 +14,7 @@ struct Budget {
   std::uint64_t seed = 0;
   std::size_t entries = 0;  ///< k: entries that this rank should send in this step
   std::size_t model = 0;    ///< n: entries it chooses from, over all exchanges of the step
+  double density = 1;       ///< k / n before k was rounded
 };
 
 /// Chooses alone, without the network, which entries this rank sends. Choosing is choosing a

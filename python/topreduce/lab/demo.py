@@ -158,7 +158,8 @@ def _show(console: Console, asked: argparse.Namespace, results: Sequence[TrainRe
     console.print("\n".join(notes), style="dim", highlight=False)
 
     for result in results:
-        console.print(f"\nwritten by the model trained with {_label(asked, result.method)}:")
+        heading = f"\nwritten by the model trained with {_label(asked, result.method)}:"
+        console.print(heading, highlight=False)
         written = [line for line in result.sample.splitlines() if line.strip()]
         lines = Line("\n".join(f"  {line}" for line in written[:SAMPLE_LINES]))
         console.print(lines, soft_wrap=True)

@@ -1,0 +1,294 @@
+// ARC-Top-K: the rows that are largest *in the mean*, found with a small random sketch. The sketch
+// is linear, so the sum of the ranks' sketches is the sketch of the sum: all ranks hold the same
+// one, choose the same rows, and add those up like dense ones. No index travels.
+//
+//   rank 0:  rows A x V  ->  a |                    | s |   score each row:      rows 1, 4 of A |
+//   rank 1:  rows B x V  ->  b | -- all-reduce -->  | s |   |s|^2, take the   -> rows 1, 4 of B |
+//   rank 2:  rows C x V  ->  c |   a + b + c = s    | s |   largest: 1, 4        rows 1, 4 of C |
+//            (m x n)(n x r)                             all-reduce of K rows  <-----------------+
+//
+// Rounds: 4 (two all-reduces). Values sent per rank: 2 (m r + K n) (P-1)/P. Drops nothing: rows not
+// chosen stay owed. A fingerprint of the chosen rows stands in the header of every message of the
+// second all-reduce, so ranks that do not agree find out.
+//
+// A row is a slice along the first dimension (what feeds one output), or `width` entries in a row.
+// The authors' code makes rows of 2 t^2 entries of a convolution with t x t kernels; at t = 1 its
+// sketch is larger than the tensor. Tensors of fewer than two dimensions, and those that a sketch
+// would not shorten, go whole with the second all-reduce.
+//
+// ranked=tensor (the paper): in every tensor the best rows until they hold `density` of its
+// entries, that is ceil(density * m) rows. ranked=model (ours): one ranking of all rows by their
+// energy per entry. `random` is the share of them that is drawn instead, so that no row starves.
+//
+// Chen, Ma, Li, He, Dong, Yuan 2025, arXiv 2510.26709.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "topreduce/catalog.h"
+#include "topreduce/random.h"
+
+namespace topreduce::exchange {
+namespace {
+
+enum class Stream { gaussian, signs };
+enum class Ranked { tensor, model };
+
+struct Options {
+  std::size_t sketch;
+  Stream stream;
+  std::size_t width;
+  Ranked ranked;
+  double random;
+};
+
+// How one parameter is cut into rows.
+struct Rows {
+  std::size_t count = 0;              // none: it goes whole
+  std::size_t width = 0;              // entries in a row; the last one may be shorter
+  std::uint32_t first_direction = 0;  // its place in the stream of directions
+  std::uint32_t first_draw = 0;       // and in that of random rows
+};
+
+// A row of the open exchange.
+struct Row {
+  Index start, size;
+  double score;
+  bool chosen;
+};
+
+Rows cut_into_rows(const Parameter& parameter, const Options& options) {
+  if (parameter.shape.size() < 2 || parameter.size == 0) return {};
+  Rows rows;
+  rows.width = options.width > 0 ? options.width : parameter.size / parameter.shape[0];
+  rows.count = (parameter.size + rows.width - 1) / rows.width;
+  return rows.count * options.sketch < parameter.size ? rows : Rows();
+}
+
+class ArcTopK final : public Exchange {
+ public:
+  ArcTopK(const Options& options, const Layout& layout)
+      : options_(options), model_(static_cast<double>(layout.size())) {
+    std::size_t directions = 0, draws = 0;
+    for (const Parameter& parameter : layout.parameters()) {
+      Rows rows = cut_into_rows(parameter, options);
+      rows.first_direction = static_cast<std::uint32_t>(directions);
+      rows.first_draw = static_cast<std::uint32_t>(draws);
+      directions += rows.width * options.sketch;
+      draws += rows.count + 1;
+      sketch_values_ += static_cast<double>(rows.count * options.sketch);
+      parameters_.push_back(rows);
+    }
+  }
+
+  void run(const Pending& pending, const SparseVector&, const select::Budget& budget,
+           Courier& courier, Delivery& delivery) override {
+    {
+      Stopwatch watch(courier.seconds(Stage::look));
+      sketch(pending, budget);
+    }
+    if (!rows_.empty()) courier.all_reduce(sketches_, {});
+    {
+      Stopwatch watch(courier.seconds(Stage::choose));
+      score();
+      choose(pending, budget);
+      take(pending, delivery);
+      courier.expect_same(fingerprint_of_choice());
+    }
+    try {
+      add_up(pending, courier, delivery);
+    } catch (const WireError& error) {
+      throw WireError(std::string(error.what()) + " (another run: it chose other rows)");
+    }
+  }
+
+  Cost cost(double k, double size, int ranks) const override {
+    const double sketch = model_ > 0 ? sketch_values_ * size / model_ : 0;
+    return {.rounds = sketch > 0 ? 4u : 2u,
+            .values = 2 * (sketch + k) * (ranks - 1) / ranks,
+            .indices = 0};
+  }
+
+  bool needs_whole_model() const override { return options_.ranked == Ranked::model; }
+
+ private:
+  // ---- first all-reduce: sketches ----
+
+  void sketch(const Pending& pending, const select::Budget& budget) {
+    rows_.clear();
+    for (const Segment& segment : pending.segments()) list_rows(segment);
+    make_room(sketches_, rows_.size() * options_.sketch);
+    sketches_.resize(rows_.size() * options_.sketch);
+    auto out = std::span(sketches_);
+    for (const Segment& segment : pending.segments()) {
+      const Rows& rows = parameters_[segment.parameter];
+      if (rows.count == 0) continue;
+      draw_directions(rows, budget);
+      const kernels::Terms terms = pending.terms(segment);
+      for (std::size_t at = 0; at < terms.size(); at += rows.width) {
+        const auto row = terms.part(at, std::min(rows.width, terms.size() - at));
+        kernels::project(row, directions_.data(), rows.width, out.first(options_.sketch));
+        out = out.subspan(options_.sketch);
+      }
+    }
+  }
+
+  void list_rows(const Segment& segment) {
+    const Rows& rows = parameters_[segment.parameter];
+    for (std::size_t i = 0; i < rows.count; ++i) {
+      const std::size_t at = i * rows.width;
+      rows_.push_back({segment.start + static_cast<Index>(at),
+                       static_cast<Index>(std::min(rows.width, segment.size() - at)), 0, false});
+    }
+  }
+
+  // The same on all ranks, other ones for every step and every parameter.
+  void draw_directions(const Rows& rows, const select::Budget& budget) {
+    const RandomStream stream(budget.seed, budget.step, RandomStream::Purpose::sketch);
+    make_room(directions_, rows.width * options_.sketch);
+    directions_.resize(rows.width * options_.sketch);
+    std::uint64_t bits = 0;
+    for (std::size_t i = 0; i < directions_.size(); ++i) {
+      const std::uint32_t place = rows.first_direction + static_cast<std::uint32_t>(i);
+      if (options_.stream == Stream::gaussian) {
+        directions_[i] = static_cast<float>(stream.normal(place));
+        continue;
+      }
+      if (i == 0 || place % 64 == 0) bits = stream(place / 64);
+      directions_[i] = (bits >> place % 64 & 1) != 0 ? 1.0f : -1.0f;
+    }
+  }
+
+  // ---- the choice, from what all ranks hold alike ----
+
+  // Energy per entry, but for a factor common to all rows.
+  void score() {
+    const float* sketch = sketches_.data();
+    for (Row& row : rows_) {
+      double energy = 0;
+      for (std::size_t j = 0; j < options_.sketch; ++j, ++sketch) {
+        energy += static_cast<double>(*sketch) * static_cast<double>(*sketch);
+      }
+      row.score = energy / row.size;
+      // A sketch that overflowed: as large as can be, and never a NaN among what is sorted.
+      if (!std::isfinite(row.score)) row.score = std::numeric_limits<double>::infinity();
+    }
+  }
+
+  void choose(const Pending& pending, const select::Budget& budget) {
+    if (options_.ranked == Ranked::model) return choose(rows_, 0, budget);
+    auto rest = std::span(rows_);
+    for (const Segment& segment : pending.segments()) {
+      const Rows& rows = parameters_[segment.parameter];
+      choose(rest.first(rows.count), rows.first_draw, budget);
+      rest = rest.subspan(rows.count);
+    }
+  }
+
+  // The fewest of the best rows that hold the budget, some of them exchanged for random ones.
+  void choose(std::span<Row> rows, std::uint32_t first_draw, const select::Budget& budget) {
+    if (rows.empty()) return;
+    make_room(order_, rows.size());
+    order_.resize(rows.size());
+    std::iota(order_.begin(), order_.end(), Index{0});
+    std::ranges::sort(order_, [&](Index a, Index b) {
+      return rows[a].score != rows[b].score ? rows[a].score > rows[b].score : a < b;
+    });
+    double entries = 0;
+    for (const Row& row : rows) entries += row.size;
+    const double wanted = budget.density * entries * (1 - 1e-12);  // 0.07 * 100 is above 7
+    std::size_t count = 0;
+    double taken = 0;
+    for (; count < order_.size() && taken < wanted; ++count) {
+      rows[order_[count]].chosen = true;
+      taken += rows[order_[count]].size;
+    }
+    if (options_.random == 0) return;
+
+    const RandomStream stream(budget.seed, budget.step, RandomStream::Purpose::rows);
+    const double drawn = options_.random * static_cast<double>(count) + stream.unit(first_draw);
+    for (auto n = static_cast<std::size_t>(drawn); n > 0; --n) {
+      Row& row = rows[order_[--count]];
+      row.chosen = false;
+      taken -= row.size;
+    }
+    for (; count < order_.size() && taken < wanted; ++count) {
+      const auto left = static_cast<std::uint32_t>(order_.size() - count);
+      const auto place = first_draw + 1 + static_cast<std::uint32_t>(count);
+      std::swap(order_[count], order_[count + stream.below(left, place)]);
+      rows[order_[count]].chosen = true;
+      taken += rows[order_[count]].size;
+    }
+  }
+
+  std::uint32_t fingerprint_of_choice() const {
+    std::uint32_t hash = 2166136261u;  // FNV-1a over where the rows start
+    for (const Row& row : rows_) {
+      if (row.chosen) hash = (hash ^ row.start) * 16777619u;
+    }
+    return hash;
+  }
+
+  // ---- second all-reduce: the rows ----
+
+  void take(const Pending& pending, Delivery& delivery) {
+    std::size_t count = 0;
+    for (const Row& row : rows_) count += row.chosen ? row.size : 0;
+    for (const Segment& segment : pending.segments()) {
+      if (parameters_[segment.parameter].count == 0) count += segment.size();
+    }
+    delivery.sum.resize(count);
+    std::size_t at = 0;
+    const auto add = [&](const kernels::Terms& terms, Index start) {
+      const auto indices = std::span(delivery.sum.indices).subspan(at, terms.size());
+      std::iota(indices.begin(), indices.end(), start);
+      kernels::evaluate(terms, std::span(delivery.sum.values).subspan(at, terms.size()));
+      at += terms.size();
+    };
+    const Row* row = rows_.data();
+    for (const Segment& segment : pending.segments()) {
+      const kernels::Terms terms = pending.terms(segment);
+      const std::size_t rows = parameters_[segment.parameter].count;
+      if (rows == 0) add(terms, segment.start);
+      for (const Row* end = row + rows; row != end; ++row) {
+        if (row->chosen) add(terms.part(row->start - segment.start, row->size), row->start);
+      }
+    }
+    delivery.settled.assign(delivery.sum);
+  }
+
+  // In even parts, as rows may lie close together; if values are rounded, in parts that do not
+  // depend on the bucket cut, because who adds up a part owes its rounding.
+  static void add_up(const Pending& pending, Courier& courier, Delivery& delivery) {
+    SparseVector &sum = delivery.sum, &settled = delivery.settled;
+    if (courier.rounds_values()) {
+      courier.all_reduce(pending, sum.indices, sum.values, settled.values);
+    } else {
+      courier.all_reduce(sum.values, settled.values);
+    }
+  }
+
+  Options options_;
+  double model_;              // entries of the model
+  double sketch_values_ = 0;  // of all sketches together
+  std::vector<Rows> parameters_;
+  Buffer<Row> rows_;  // of the open exchange, in order
+  Buffer<float> directions_, sketches_;
+  Buffer<Index> order_;
+};
+
+}  // namespace
+
+std::unique_ptr<Exchange> make_arc_topk(const Settings& settings, const Layout& layout) {
+  const Options options{
+      .sketch = settings.integer("sketch"),
+      .stream = settings.text("stream") == "signs" ? Stream::signs : Stream::gaussian,
+      .width = settings.integer("width"),
+      .ranked = settings.text("ranked") == "model" ? Ranked::model : Ranked::tensor,
+      .random = settings.number("random")};
+  return std::make_unique<ArcTopK>(options, layout);
+}
+
+}  // namespace topreduce::exchange
