@@ -1,7 +1,7 @@
 """Averages gradients over slow networks by sending only the entries that matter.
 
-``topreduce.torch.attach(ddp_model, "topk", density=0.01)`` is the line that PyTorch users add; it is
-imported explicitly, so that this package does not need torch.
+``topreduce.torch.attach(ddp_model, "topk", density=0.01)`` is the line that PyTorch users add; it
+is imported explicitly, so that this package does not need torch.
 """
 
 from topreduce._core import (
