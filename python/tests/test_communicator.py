@@ -207,8 +207,16 @@ def fail_in_second_step(
 
 
 def calls_of_a_step(method: str, granularity: str) -> int:
-    exchanges = 1 if granularity == "model" else 2
-    return exchanges * (1 if method == "topk" else 2)
+    """As counted in the second step of two ranks that nothing happens to."""
+
+    def body(comm: Communicator) -> int:
+        reducer = make_reducer(method, granularity)
+        run_step(reducer, comm, gradient(comm.rank, 0), BUCKETS)
+        before = comm.rounds
+        run_step(reducer, comm, gradient(comm.rank, 1), [[1, 2, 3], [0]])
+        return comm.rounds - before
+
+    return run_ranks(2, body)[0]
 
 
 CASES = [
