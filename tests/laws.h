@@ -46,6 +46,22 @@ inline constexpr const char* kRows[] = {
     "topk:density=0.05,feedback=ef21",
     "topk:density=0.05,feedback=ef21m,values=bf16,granularity=model",
     "dense:feedback=ef21m",
+    "topk_dsa:density=0.05",
+    "topk_dsa:density=0.4,granularity=model",
+    "topk_dsa:density=0.05,values=bf16",
+    "topk_dsa:density=0.4,values=fp16,feedback=none",
+    "gtopk:density=0.05",
+    "gtopk:density=0.05,granularity=model",
+    "gtopk:density=0.05,values=bf16",
+    "gtopk:density=0.05,values=fp16,granularity=model",
+    "gtopk:density=0.05,feedback=none,keep_dense=*bias",
+    "ok_topk:density=0.05",
+    "ok_topk:density=0.05,granularity=model",
+    "ok_topk:density=0.05,values=bf16,period=3,tau=2,balance=1",
+    "ok_topk:density=0.05,values=fp16,granularity=model,period=3,tau=2,balance=1",
+    "ok_topk:density=0.05,feedback=none,period=4,keep_dense=*bias",
+    "ok_topk:density=0.05,global_ratio=2.5,balance=0,warmup_steps=2,ramp_steps=3",
+    "topk:density=0.05,select=(reused:period=4)",
 };
 inline constexpr int kRankCounts[] = {1, 2, 3, 5, 8};
 

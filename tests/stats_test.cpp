@@ -22,6 +22,20 @@ double energy_of(std::span<const float> values) {
   return energy;
 }
 
+std::string exchange_of(const Reducer& reducer) {
+  return parse_spec(reducer.spec().settings.at("exchange")).name;
+}
+
+// Where each rank's entries lie decides what these send; sparse_allreduce_test.cpp counts it.
+bool sends_by_place(const std::string& exchange) {
+  return exchange == "topk_dsa" || exchange == "gtopk" || exchange == "ok_topk";
+}
+
+// These deliver fewer entries than all ranks chose.
+bool cuts_sums(const std::string& exchange) {
+  return exchange == "gtopk" || exchange == "ok_topk";
+}
+
 class Stats : public testing::TestWithParam<const char*> {
  protected:
   std::vector<Outcome> take_step(Cluster& cluster, int step, const Cut& cut) const {
@@ -83,6 +97,7 @@ TEST_P(Stats, TrafficIsTheCommunicators) {
 
 // Every message is a header, its values, and the indices where any travel.
 TEST_P(Stats, BytesFollowTheCostFormula) {
+  if (sends_by_place(exchange_of(Reducer(layout_, GetParam())))) return;
   const Cut cut = one_bucket(layout_);
   for (const int ranks : {2, 3, 8}) {
     Cluster cluster(ranks, layout_, GetParam());
@@ -164,7 +179,9 @@ TEST_P(Stats, EnergyIsWhatWasSettled) {
       const double left =
           owes ? energy_of(outcomes[r].owed) : energy_of(had) - energy_of(outcomes[r].gradient);
       const StepStats& stats = outcomes[r].stats;
-      EXPECT_NEAR(stats.kept_energy, 1 - left / energy_of(had), 1e-4) << "step " << s;
+      // Who cuts a sum owes it: that can be more than was settled.
+      EXPECT_NEAR(stats.kept_energy, std::max(0.0, 1 - left / energy_of(had)), 1e-4)
+          << "step " << s;
       if (owes) {
         EXPECT_NEAR(stats.owed_norm * stats.owed_norm, left, 2e-4 * left + 1e-6 * energy_of(had))
             << "step " << s;
@@ -196,7 +213,9 @@ TEST_P(Stats, CountsAreWhatTravelled) {
       }
       std::uint64_t sum = 0;
       for (const Outcome& outcome : outcomes) {
-        EXPECT_LE(outcome.stats.selected, stats.delivered);
+        if (!cuts_sums(exchange_of(cluster[0]))) {
+          EXPECT_LE(outcome.stats.selected, stats.delivered);
+        }
         sum += outcome.stats.selected;
       }
       EXPECT_GE(sum, stats.delivered);
@@ -208,7 +227,7 @@ TEST_P(Stats, CountsAreWhatTravelled) {
       }
       if (cluster[0].spec().settings.at("exchange").starts_with("arc_topk")) {
         EXPECT_GE(stats.selected, stats.budget);  // whole rows, and small tensors whole
-      } else if (!select.starts_with("carried")) {
+      } else if (!select.starts_with("carried") && !select.starts_with("reused")) {
         EXPECT_EQ(stats.selected, stats.budget);
       }
     }

@@ -51,8 +51,10 @@ class Failing final : public Communicator {
     if (now && failure_ == Failure::everyone_after) throw CommError("pulled the plug");
     if (now && failure_ == Failure::damage) {
       const int other = rank() == 0 ? 1 : 0;
-      const auto at = static_cast<std::size_t>(inbox.from(other).data() - inbox.bytes.data());
-      inbox.bytes[at + inbox.counts[static_cast<std::size_t>(other)] / 2] ^= std::byte{4};
+      const std::span<const std::byte> message = inbox.from(other);
+      if (message.empty()) throw CommError("nothing came that could be damaged");
+      const auto at = static_cast<std::size_t>(message.data() - inbox.bytes.data());
+      inbox.bytes[at + message.size() / 2] ^= std::byte{4};
     }
   }
 
@@ -84,8 +86,19 @@ class Transaction : public testing::TestWithParam<const char*> {
     return all;
   }
 
-  /// A step of both; returns how many calls the transport got.
-  std::uint64_t expect_same_step() {
+  /// How many calls the transport will get: a copy of the run goes ahead.
+  std::uint64_t calls_of_next_step() {
+    Cluster copy(ranks_, layout_, GetParam());
+    const auto now = states();
+    for (int r = 0; r < ranks_; ++r) {
+      Loader loader(now[static_cast<std::size_t>(r)]);
+      copy[r].visit(loader);
+    }
+    return copy.step(gradients(), cut_)[0].stats.rounds;
+  }
+
+  /// A step of both.
+  void expect_same_step() {
     const auto got = tried_->step(gradients(), cut_);
     const auto want = spared_->step(gradients(), cut_);
     for (std::size_t r = 0; r < got.size(); ++r) {
@@ -94,7 +107,6 @@ class Transaction : public testing::TestWithParam<const char*> {
       EXPECT_EQ(got[r].state, want[r].state) << "step " << step_;
     }
     ++step_;
-    return got[0].traffic.rounds;
   }
 
   /// Fails the coming step at its `call`-th message and compares what is left.
@@ -130,7 +142,8 @@ TEST_P(Transaction, FailedCallsLeaveNoTrace) {
     for (int s = 0; s < 3; ++s) expect_same_step();
     for (const Failure failure :
          {Failure::everyone_before, Failure::everyone_after, Failure::one_leaves}) {
-      const std::uint64_t calls = expect_same_step();
+      expect_same_step();
+      const std::uint64_t calls = calls_of_next_step();
       ASSERT_GT(calls, 0u);
       for (std::uint64_t call = 0; call < calls; ++call) expect_nothing_happens(failure, call);
     }
@@ -141,16 +154,19 @@ TEST_P(Transaction, FailedCallsLeaveNoTrace) {
 // The message says where: rank, step, bucket, sender.
 TEST_P(Transaction, DamagedMessagesLeaveNoTrace) {
   start(2);
-  for (int s = 0; s < 3; ++s) expect_same_step();
-  const std::uint64_t calls = expect_same_step();
+  for (int s = 0; s < 4; ++s) expect_same_step();
+  const std::uint64_t calls = calls_of_next_step();
   for (std::uint64_t call = 0; call < calls; ++call) {
     expect_nothing_happens(Failure::damage, call);
   }
   const auto outcomes = tried_->step(gradients(), cut_, 1, [](Communicator& comm) {
     return std::make_unique<Failing>(comm, Failure::damage, 0);
   });
-  EXPECT_TRUE(outcomes[1].error.starts_with("rank 1, step 4, bucket 0, message from rank 0: "))
-      << outcomes[1].error;
+  const bool first =
+      outcomes[0].error.starts_with("rank 0, step 4, bucket 0, message from rank 1: ");
+  const bool second =
+      outcomes[1].error.starts_with("rank 1, step 4, bucket 0, message from rank 0: ");
+  EXPECT_TRUE(first || second) << outcomes[0].error << "\n" << outcomes[1].error;
   expect_same_step();
 }
 

@@ -165,7 +165,13 @@ select::Budget Pipeline::budget_at(std::uint64_t step) const {
   const std::size_t n = compressed.size();
   const double share = density_at(step);
   const auto wanted = static_cast<std::size_t>(std::llround(share * static_cast<double>(n)));
-  return {step, seed, std::clamp<std::size_t>(wanted, std::min<std::size_t>(1, n), n), n, share};
+  return {.step = step,
+          .seed = seed,
+          .entries = std::clamp<std::size_t>(wanted, std::min<std::size_t>(1, n), n),
+          .model = n,
+          .density = share,
+          .exchanges = granularity == Granularity::model ? select::Budget::Exchanges::one
+                                                         : select::Budget::Exchanges::many};
 }
 
 }  // namespace topreduce

@@ -123,7 +123,10 @@ void Reducer::Inside::begin(Communicator& communicator, float scale) {
   std::ranges::fill(added, 0);
   missing = layout.count();
   open_parcels = 0;
-  if (regime == Regime::compress && pipeline.selector) pipeline.selector->begin(budget);
+  if (regime == Regime::compress) {
+    if (pipeline.selector) pipeline.selector->begin(budget);
+    pipeline.exchange->begin(budget);
+  }
   if (pipeline.granularity == Granularity::model) {
     new_parcel(Home::compressed);
     new_parcel(Home::kept);

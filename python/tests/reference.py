@@ -4,9 +4,10 @@ It computes all ranks at once, has no buckets and no network, and is as slow as 
 is float32 where the library's is, so that results can be compared bit for bit.
 """
 
+import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
@@ -105,6 +106,7 @@ class Step:
     remembers: bool  # what is not sent is owed
     travel: Callable[[Floats], Floats]  # how a value looks on the other side
     sizes: Sequence[int]  # of the parameters in question
+    at_once: bool = False  # one exchange for the whole model
 
 
 # ---- select: each rank alone --------------------------------------------------------------------
@@ -131,6 +133,22 @@ class TopK:
         pass
 
 
+def caps_for(
+    shares: Sequence[float], sizes: Sequence[int], known: bool, k: int, n: int, phase: float
+) -> list[int]:
+    """Three budgets: one entry each, by recent share, by size; rounded by one phase."""
+    recent = reduce(add, shares, 0.0)  # sum() is more exact than plain addition
+    by_share = 2.0 * k / recent if known and recent > 0 else 0.0
+    each = min(1.0, k / 2 / max(1, len(shares)))
+    rest = (3.0 * k if known else k) - by_share * recent - each * max(1, len(shares))
+    by_size = rest / max(1.0, n)
+    caps, end = [], 0.001 + 0.998 * phase
+    for share, size in zip(shares, sizes, strict=True):
+        start, end = end, end + (each + by_share * share + by_size * size)
+        caps.append(math.floor(end) - math.floor(start))
+    return caps
+
+
 @dataclass
 class Carried:
     """One threshold for the model, foreseen from step to step; caps per parameter."""
@@ -146,7 +164,8 @@ class Carried:
         k = step.k
         self.shares = self.shares or [0.0] * len(self.sizes)
         cut = np.float32(self.threshold * math.pow(self.last_k / k, 0.3))
-        caps = self.caps(cut, k, values.size, random_unit(step.seed, step.number, CAPS, 0))
+        phase = random_unit(step.seed, step.number, CAPS, 0)
+        caps = caps_for(self.shares, self.sizes, bool(cut > 0), k, values.size, phase)
         if k >= values.size:  # everything may go
             cut = np.finfo(np.float32).smallest_subnormal
             caps = list(self.sizes)
@@ -162,19 +181,6 @@ class Carried:
             left[start : start + size][np.abs(mine) >= sent_from] = 0
         self.learn(self.foreseen(left, gradient, k), k, cut, [places.size for places in chosen])
         return np.concatenate([*chosen, np.empty(0, np.int64)])
-
-    def caps(self, cut: float, k: int, n: int, phase: float) -> list[int]:
-        """Three budgets: one entry each, by recent share, by size; rounded by one phase."""
-        recent = reduce(add, self.shares, 0.0)  # sum() is more exact than plain addition
-        by_share = 2.0 * k / recent if cut > 0 and recent > 0 else 0.0
-        each = min(1.0, k / 2 / max(1, len(self.shares)))
-        rest = (3.0 * k if cut > 0 else k) - by_share * recent - each * max(1, len(self.shares))
-        by_size = rest / max(1.0, n)
-        caps, end = [], 0.001 + 0.998 * phase
-        for share, size in zip(self.shares, self.sizes, strict=True):
-            start, end = end, end + (each + by_share * share + by_size * size)
-            caps.append(math.floor(end) - math.floor(start))
-        return caps
 
     def foreseen(self, left: Floats, gradient: Floats, k: int) -> float:
         """The k-th magnitude of what is left, plus or minus a gradient like this one by turns.
@@ -199,6 +205,83 @@ class Carried:
 
     def commit(self) -> None:
         self.threshold, self.bias, self.last_k, self.shares = self.next
+
+
+@dataclass
+class Reused:
+    """A threshold that is exact every `period` steps and reused between (arXiv 2201.07598)."""
+
+    sizes: Sequence[int]
+    period: int = 32
+    low: float = 0.667
+    high: float = 1.25
+    factor: float = 1.012
+    guard: float = 1.333
+    guard_factor: float = 1.03
+    guard_passes: int = 5
+    threshold: float = 0.0
+    last_k: float = 1.0
+    due: bool = True
+    shares: list[float] = field(default_factory=list)
+
+    def choose(self, values: Floats, gradient: Floats, step: Step) -> Places:
+        k, n = step.k, values.size
+        self.shares = self.shares or [0.0] * len(self.sizes)
+        cut = self.threshold * math.pow(self.last_k / k, 0.3)
+        exact = self.due or step.number % self.period == 0
+        shares = self.shares
+        # The paper knows the exact k-th magnitude of this very step; with buckets, of the last one.
+        if step.at_once and (exact or k >= n):
+            chosen = strongest(values, k)
+            found = np.abs(values[chosen])
+        elif step.at_once:
+            chosen, cut = self.guarded(values, cut, k)
+        else:
+            chosen, shares = self.capped(values, cut, step)
+            found = np.sort(np.abs(values[strongest(values, k, cut / 2)]))
+        self.next = self.threshold, self.last_k, self.due, shares
+        if k >= n:
+            return chosen
+        if not exact:
+            self.next = *self.steered(cut, k, chosen.size), shares
+        elif found.size == k:
+            self.next = float(found.min()), float(k), False, shares
+        else:
+            self.next = cut if step.at_once else cut / 2, float(k), True, shares
+        return chosen
+
+    def guarded(self, values: Floats, cut: float, k: int) -> tuple[Places, float]:
+        """At most two budgets, and up to five times a higher threshold."""
+        chosen = strongest(values, 2 * k, cut)
+        magnitudes = np.abs(values[chosen])
+        for _ in range(self.guard_passes):
+            if (magnitudes >= np.float32(cut)).sum() <= self.guard * k:
+                break
+            cut *= self.guard_factor
+        return chosen[magnitudes >= np.float32(cut)], cut
+
+    def capped(self, values: Floats, cut: float, step: Step) -> tuple[Places, list[float]]:
+        k, n = step.k, values.size
+        phase = random_unit(step.seed, step.number, CAPS, 0)
+        caps = caps_for(self.shares, self.sizes, cut > 0 or k >= n, k, n, phase)
+        if k >= n:
+            cut, caps = 0.0, list(self.sizes)
+        chosen = []
+        for start, size, cap in zip(starts(self.sizes), self.sizes, caps, strict=True):
+            chosen.append(start + strongest(values[start : start + size], cap, cut))
+        shares = [(share + now.size) / 2 for share, now in zip(self.shares, chosen, strict=True)]
+        return np.concatenate([*chosen, np.empty(0, np.int64)]), shares
+
+    def steered(self, cut: float, k: int, count: int) -> tuple[float, float, bool]:
+        threshold = cut
+        if count < self.low * k:
+            threshold /= self.factor
+        if count > self.high * k:
+            threshold *= self.factor
+        return threshold, float(k), count < k / 2 or count >= k * 2
+
+    def commit(self) -> None:
+        self.threshold, self.last_k, self.due, self.shares = self.next
 
 
 # ---- exchange: add up over the ranks ------------------------------------------------------------
@@ -369,9 +452,194 @@ def arc_choice(
     return order[:count]
 
 
-def values_sent(exchange: str, k: int, n: int, ranks: int, sketched: int = 0) -> float:
+def owners(sizes: Sequence[int], eighths: Sequence[Sequence[int]], ranks: int) -> Places:
+    """Who adds up each entry: of every parameter one region per rank, each time one rank further.
+
+    `eighths` cut a parameter into eight; between them the bounds of regions are interpolated.
+    """
+    of_entries = []
+    for parameter, (size, inner) in enumerate(zip(sizes, eighths, strict=True)):
+        cuts = [0, *inner, size, size]
+        owner = np.zeros(size, np.int64)
+        for r in range(ranks):
+            whole, part = divmod(r * 8, ranks)
+            begin = cuts[whole] + (cuts[whole + 1] - cuts[whole]) * part // ranks
+            owner[begin:] = (r + parameter) % ranks
+        of_entries.append(owner)
+    return np.concatenate([*of_entries, np.empty(0, np.int64)])
+
+
+def equal_eighths(sizes: Sequence[int]) -> list[list[int]]:
+    return [[size * i // 8 for i in range(1, 8)] for size in sizes]
+
+
+def to_owners(
+    pending: list[Floats], chosen: list[Places], owner: Places, step: Step
+) -> tuple[list[Floats], Floats]:
+    """What each rank sent, as owners read it, and its sum; what an owner has does not travel."""
+    sent = [np.zeros_like(values) for values in pending]
+    for r, (mine, values, places) in enumerate(zip(sent, pending, chosen, strict=True)):
+        mine[places] = np.where(owner[places] == r, values[places], step.travel(values[places]))
+    return sent, in_rank_order(sent)
+
+
+def owe_rounding(settled: list[Floats], owner: Places, change: Floats, places: Places) -> None:
+    """The owner of an entry rounds its sum for everyone, and owes what that changed."""
+    for r, mine in enumerate(settled):
+        owned = places[owner[places] == r]
+        mine[owned] += change[owned]
+
+
+def topk_dsa(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
+    """The sum of all that was chosen, added up in regions of equal width (arXiv 1802.08021)."""
+    owner = owners(step.sizes, equal_eighths(step.sizes), len(pending))
+    settled, exact = to_owners(pending, chosen, owner, step)
+    total = step.travel(exact)
+    owe_rounding(settled, owner, total - exact, np.unique(np.concatenate(chosen)))
+    return Delivery(total, settled, int(np.count_nonzero(total)))
+
+
+def ranked(values: Floats, places: Places, k: int) -> Places:
+    """The k of `places` with the largest magnitudes, zeros too; ties to the lower index."""
+    order = np.argsort(-np.abs(values[places]), kind="stable")
+    return np.sort(places[order[:k]])
+
+
+def gtopk(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
+    """Up a binary tree, cut at every meeting (arXiv 1901.04359); but who cuts it owes it."""
+    ranks = len(pending)
+    settled = [np.zeros_like(values) for values in pending]
+    for mine, values, places in zip(settled, pending, chosen, strict=True):
+        mine[places] = values[places]
+    sums = [mine.copy() for mine in settled]
+    lists = list(chosen)
+
+    def rounded_by(r: int) -> None:
+        change = step.travel(sums[r]) - sums[r]
+        settled[r] += change
+        sums[r] = step.travel(sums[r])
+
+    def meet(r: int, other: int) -> None:
+        total = sums[r] + sums[other]
+        both = np.union1d(lists[r], lists[other])
+        if step.at_once:
+            kept = ranked(total, both, step.k)
+        else:  # of each parameter as many as the richer had
+            kept_of = []
+            for start, size in zip(starts(step.sizes), step.sizes, strict=True):
+                mine, theirs, all_of = (
+                    places[(places >= start) & (places < start + size)]
+                    for places in (lists[r], lists[other], both)
+                )
+                kept_of.append(ranked(total, all_of, max(mine.size, theirs.size)))
+            kept = np.concatenate([*kept_of, np.empty(0, np.int64)])
+        cut = np.setdiff1d(both, kept)
+        settled[r][cut] -= total[cut]
+        total[cut] = 0
+        sums[r], lists[r] = total, kept
+
+    stride = 1
+    while stride < ranks:
+        for r in range(0, ranks - stride, 2 * stride):
+            rounded_by(r + stride)
+            meet(r, r + stride)
+        stride *= 2
+    rounded_by(0)
+    return Delivery(sums[0], settled, lists[0].size)
+
+
+@dataclass
+class OkTopk:
+    """The strongest sums of what was chosen (arXiv 2201.07598)."""
+
+    sizes: Sequence[int]
+    tau: int = 64
+    period: int = 32
+    global_ratio: float = 1.0
+    global_low: float = 0.667
+    global_high: float = 1.333
+    global_factor: float = 1.008
+    threshold: float = 0.0
+    last_k: float = 1.0
+    due: bool = True
+    eighths: list[list[int]] = field(default_factory=list)
+
+    def __call__(self, pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
+        n = pending[0].size
+        k = min(n, max(1, rounded(self.global_ratio * step.k)))
+        everything = k >= n
+        cut = 0.0 if everything else self.threshold * math.pow(self.last_k / k, 0.3)
+        exact = not everything and (self.due or step.number % self.period == 0)
+        eighths = self.eighths or equal_eighths(self.sizes)
+        if not self.eighths or step.number % self.tau == 0:
+            eighths = self.agreed(eighths, chosen)
+
+        owner = owners(self.sizes, eighths, len(pending))
+        sent, sums = to_owners(pending, chosen, owner, step)
+        seen = step.travel(sums)
+        places = np.unique(np.concatenate(chosen))
+        shown = kept = places[np.abs(seen[places]) >= np.float32(cut)]
+        state = self.threshold, self.last_k, self.due
+        if exact and step.at_once:
+            kept = ranked(seen, places, k)
+            weakest = float(np.abs(seen[kept]).min()) if kept.size == k else 0.0
+            state = weakest, float(k), False
+        elif exact:
+            shown = places[np.abs(seen[places]) >= np.float32(cut / 2)]
+            found = shown.size >= k
+            state = kth(seen[shown], k) if found else cut / 2, float(k), not found
+        elif not everything:
+            state = self.steered(cut, k, seen[kept])
+        self.next = *state, eighths
+
+        total = np.zeros_like(sums)
+        total[kept] = seen[kept]
+        settled = [np.zeros_like(mine) for mine in sent]
+        for mine, all_sent in zip(settled, sent, strict=True):
+            mine[kept] = all_sent[kept]  # sent and delivered
+        owe_rounding(settled, owner, seen - sums, kept)
+        return Delivery(total, settled, kept.size)
+
+    def agreed(self, before: list[list[int]], chosen: list[Places]) -> list[list[int]]:
+        """The mean of all ranks' bounds; only of those with eight entries or more there."""
+        after = []
+        for start, size, known in zip(starts(self.sizes), self.sizes, before, strict=True):
+            voices = []
+            for places in chosen:
+                mine = places[(places >= start) & (places < start + size)] - start
+                if mine.size >= 8:
+                    voices.append([int(mine[mine.size * i // 8]) for i in range(1, 8)])
+            sums = [sum(bounds) for bounds in zip(*voices, strict=True)]
+            after.append([each // len(voices) for each in sums] or known)
+        return after
+
+    def steered(self, cut: float, k: int, kept: Floats) -> tuple[float, float, bool]:
+        count = kept.size
+        if count >= 2 * k or (cut == 0 and count > self.global_high * k):
+            return kth(kept, k), float(k), False
+        if count > self.global_high * k:
+            return cut * self.global_factor, float(k), False
+        if count < self.global_low * k:
+            return cut / self.global_factor, float(k), cut > 0 and count < k / 2
+        return cut, float(k), False
+
+    def commit(self) -> None:
+        self.threshold, self.last_k, self.due, self.eighths = self.next
+
+
+def kth(values: Floats, k: int) -> float:
+    return float(np.sort(np.abs(values))[-k])
+
+
+def values_sent(
+    exchange: str, k: int, n: int, ranks: int, sketched: int = 0, global_ratio: float = 1.0
+) -> float:
     """By each rank; an index counts as a quarter of a value."""
+    split = k * (ranks - 1) / ranks
     return {
+        "topk_dsa": 1.25 * (split + min(k * (ranks - 1), n * (ranks - 1) / ranks)),
+        "gtopk": 1.25 * k * (ranks - 1).bit_length(),
+        "ok_topk": 1.25 * (1 + global_ratio) * k * (ranks - 1) / ranks,
         "arc_topk": 2.0 * (sketched + k) * (ranks - 1) / ranks,
         "gather": 1.25 * k * (ranks - 1),
         "randk": 2.0 * k * (ranks - 1) / ranks,
@@ -511,13 +779,20 @@ FEEDBACK: dict[str, Callable[..., NoMemory]] = {
     "ef21m": EF21M,
 }
 
-SELECT: dict[str, Callable[..., TopK | Carried]] = {"topk": TopK, "carried": Carried}
+SELECT: dict[str, Callable[..., TopK | Carried | Reused]] = {
+    "topk": TopK,
+    "carried": Carried,
+    "reused": Reused,
+}
 
 EXCHANGE: dict[str, Callable[[list[Floats], list[Places], Step], Delivery]] = {
     "dense": dense,
     "gather": gather,
     "randk": randk,
     "arc_topk": arc_topk,
+    "topk_dsa": topk_dsa,
+    "gtopk": gtopk,
+    "ok_topk": OkTopk([]),  # keeps a state: `simulate` makes its own
 }
 TOGETHER = {"dense", "randk", "arc_topk"}  # all ranks always send the same entries
 
@@ -527,6 +802,9 @@ METHODS = {
     "topk": ("residual", {"model": "topk", "bucket": "carried"}, "gather"),
     "randk": ("residual", {"model": "", "bucket": ""}, "randk"),
     "arc_topk": ("residual", {"model": "", "bucket": ""}, "arc_topk"),
+    "topk_dsa": ("residual", {"model": "topk", "bucket": "carried"}, "topk_dsa"),
+    "gtopk": ("residual", {"model": "topk", "bucket": "carried"}, "gtopk"),
+    "ok_topk": ("residual", {"model": "reused", "bucket": "reused"}, "ok_topk"),
 }
 
 # ---- the step -----------------------------------------------------------------------------------
@@ -577,7 +855,7 @@ def simulate(
     loss_scale: float = 1.0,
     of_feedback: dict[str, float] | None = None,
     of_exchange: dict[str, Any] | None = None,
-    **of_select: float,
+    **of_stages: float,
 ) -> list[Outcome]:
     """Every step of a run: gradients[step][rank], flat over the layout."""
     feedback = feedback or METHODS[method][0]
@@ -587,7 +865,10 @@ def simulate(
     kept = kept_dense(shapes, keep_dense)
     sizes = [size_of(shape) for name, shape in shapes if not is_kept_dense(name, keep_dense)]
     n = sum(sizes)
-    selectors = [SELECT[select](sizes, **of_select) for _ in range(ranks)] if select else []
+    selectors = [
+        SELECT[select](sizes, **accepted(SELECT[select], of_stages)) for _ in range(ranks) if select
+    ]
+    ok_topk = OkTopk(sizes, **accepted(OkTopk, of_stages))
     travel = TRAVEL[values if ranks > 1 else "fp32"]  # alone, nothing travels
     memory = FEEDBACK[feedback](ranks, n, exchange in TOGETHER, **(of_feedback or {}))
     compressed = [shape for name, shape in shapes if not is_kept_dense(name, keep_dense)]
@@ -605,7 +886,7 @@ def simulate(
         whole = number < warmup_steps or not memory.started
         if not whole and number < warmup_steps + ramp_steps:
             # In the ramp, everything goes if that costs no more.
-            sent = values_sent(exchange, k, n, ranks, sketched)
+            sent = values_sent(exchange, k, n, ranks, sketched, ok_topk.global_ratio)
             whole = sent >= values_sent("dense", n, n, ranks)
         plain = whole and memory.estimates
         whole = whole or exchange == "dense" or n == 0
@@ -619,6 +900,7 @@ def simulate(
             memory.remembers,
             travel,
             sizes,
+            granularity == "model",
         )
 
         mean = np.full(kept.size, np.nan, np.float32)
@@ -631,7 +913,9 @@ def simulate(
         if finite:
             if selectors and not whole:
                 chosen = [selectors[r].choose(pending[r], change[r], step) for r in range(ranks)]
-            delivery = EXCHANGE["dense" if whole else exchange](pending, chosen, step)
+            keeps_state = exchange == "ok_topk" and not whole
+            run = ok_topk if keeps_state else EXCHANGE["dense" if whole else exchange]
+            delivery = run(pending, chosen, step)
             rest = replace(step, sizes=[int(kept.sum())])
             kept_delivery = dense([mine[kept] for mine in gradient], [], rest)
             delivered = delivery.delivered + kept_delivery.delivered
@@ -641,6 +925,8 @@ def simulate(
             if chosen:
                 for selector in selectors:
                     selector.commit()
+            if keeps_state:
+                ok_topk.commit()
             number += 1
         selected = [places.size + int(kept.sum()) for places in chosen] or [delivered] * ranks
         outcomes.append(
@@ -654,6 +940,13 @@ def simulate(
             )
         )
     return outcomes
+
+
+def accepted(stage: Callable[..., object], settings: Mapping[str, float]) -> dict[str, Any]:
+    """The settings that a stage has; period, for one, is the selector's and the exchange's."""
+    return {
+        name: settings[name] for name in inspect.signature(stage).parameters if name in settings
+    }
 
 
 def spread(values: Floats, where: NDArray[np.bool_]) -> Floats:

@@ -247,6 +247,8 @@ class TestWhateverGoesWrong:
     def test_damaged_bytes(self, method: str, granularity: str, call: int) -> None:
         class Damaging(Trouble):
             def spoil(self, received: Bytes, counts: list[int]) -> tuple[Bytes, list[int]]:
+                if not received.size:  # damage where nothing was to come is a byte that did
+                    return np.zeros(1, np.uint8), [0, 1]
                 received = received.copy()
                 received[-1] ^= 64
                 return received, counts
@@ -259,7 +261,7 @@ class TestWhateverGoesWrong:
     def test_nonsense(self, method: str, granularity: str, call: int) -> None:
         class Short(Trouble):
             def spoil(self, received: Bytes, counts: list[int]) -> tuple[Bytes, list[int]]:
-                return received[:-1], counts
+                return received, [counts[0], counts[1] + 1]
 
         mine, _ = fail_in_second_step(method, granularity, call, Short)
         assert type(mine) is CommError

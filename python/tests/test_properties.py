@@ -154,7 +154,7 @@ class Damaging(QueueRank):
             return received, came
         start = sum(came[:-1])
         message = received[start:].tobytes()
-        mutated = self.mutate(message)
+        mutated = self.mutate(message) if message else b"?"
         assert mutated != message
         together = received[:start].tobytes() + mutated
         return np.frombuffer(together, np.uint8), [*came[:-1], len(mutated)]

@@ -154,6 +154,34 @@ def test_without_memory(method: str, granularity: str) -> None:
     assert not any(owed.any() for outcome in outcomes for owed in outcome.owed)
 
 
+# Through exact steps, new regions, an all-zero step, a jump of scale, and other buckets each time.
+@pytest.mark.parametrize("granularity", ["model", "bucket"])
+@pytest.mark.parametrize("method", ["topk_dsa", "gtopk", "ok_topk"])
+def test_sparse_allreduce_over_many_steps(method: str, granularity: str) -> None:
+    gradients = integer_gradients(SHAPES, 200, 5)
+    check(method, SHAPES, gradients, density=0.05, granularity=granularity, seed=3)
+
+
+@pytest.mark.parametrize("values", ["fp32", "bf16"])
+@pytest.mark.parametrize("granularity", ["model", "bucket"])
+@pytest.mark.parametrize("global_ratio", [0.3, 1.0, 4.0])
+def test_ok_topk_settings(global_ratio: float, granularity: str, values: str) -> None:
+    check(
+        "ok_topk",
+        SHAPES,
+        integer_gradients(SHAPES, STEPS, 5),
+        density=0.1,
+        granularity=granularity,
+        values=values,
+        global_ratio=global_ratio,
+        period=5,
+        tau=3,
+        high=1.1,
+        guard=1.2,
+        global_low=0.9,
+    )
+
+
 @pytest.mark.parametrize("granularity", ["model", "bucket"])
 @pytest.mark.parametrize("of_feedback", [{}, {"eta": 0.1}, {"eta": 0.75}])
 @pytest.mark.parametrize("method", METHODS)

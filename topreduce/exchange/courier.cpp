@@ -4,6 +4,7 @@
 #include <string>
 
 #include "topreduce/kernels/kernels.h"
+#include "topreduce/wire/values.h"
 
 namespace topreduce::exchange {
 void Courier::begin(Communicator& comm, StepStats& stats) {
@@ -60,6 +61,64 @@ void Courier::all_gather(SparseVector& mine, std::vector<SparseVector>& parts) {
   });
 }
 
+void Courier::all_gather_regions(SparseVector& mine, std::span<const std::size_t> sizes,
+                                 std::vector<SparseVector>& parts) {
+  parts.resize(static_cast<std::size_t>(ranks()));
+  const auto own = static_cast<std::size_t>(rank());
+  parts[own].assign(mine);
+  if (ranks() == 1) return;
+  {
+    Stopwatch watch((*stats_)[Stage::pack]);
+    outbox_.clear();
+    make_room(outbox_, wire::largest_message(mine.size(), envelope_.values));
+    wire::pack(envelope_, vote_, mine, outbox_);
+    if (outbox_.size() > wire::stretch_message(sizes[own], envelope_.values)) {
+      make_room(part_, sizes[own]);
+      part_.assign(sizes[own], 0.0f);
+      for (std::size_t i = 0; i < mine.size(); ++i) part_[mine.indices[i]] = mine.values[i];
+      outbox_.clear();
+      wire::pack_stretch(envelope_, vote_, part_, outbox_);
+    }
+  }
+  {
+    Stopwatch watch((*stats_)[Stage::network]);
+    comm_->all_gather(outbox_, inbox_);
+  }
+  read_all([&](int r, std::span<const std::byte> message) {
+    const auto sender = static_cast<std::size_t>(r);
+    if (sender == own) return vote_;
+    SparseVector& part = parts[sender];
+    if (!wire::is_stretch(message)) {
+      const wire::Vote vote = wire::unpack(envelope_, message, part);
+      if (!part.empty() && part.indices.back() >= sizes[sender]) {
+        throw WireError("message: index " + std::to_string(part.indices.back()) +
+                        " in a region of " + std::to_string(sizes[sender]));
+      }
+      return vote;
+    }
+    make_room(part_, sizes[sender]);
+    part_.resize(sizes[sender]);
+    const wire::Vote vote = wire::unpack_stretch(envelope_, message, part_);
+    part.resize(part_.size());
+    std::size_t count = 0;
+    for (std::size_t i = 0; i < part_.size(); ++i) {
+      if (part_[i] == 0) continue;
+      part.indices[count] = static_cast<Index>(i);
+      part.values[count++] = part_[i];
+    }
+    part.resize(count);
+    return vote;
+  });
+}
+
+void Courier::round(std::span<float> values) {
+  if (!rounds_values()) return;
+  Stopwatch watch((*stats_)[Stage::pack]);
+  make_room(outbox_, values.size() * wire::width(envelope_.values));
+  outbox_.resize(values.size() * wire::width(envelope_.values));
+  wire::encode_values(envelope_.values, values, outbox_.data());
+}
+
 void Courier::send_to_each() {
   Stopwatch watch((*stats_)[Stage::network]);
   comm_->all_to_all(outbox_, counts_, inbox_);
@@ -73,6 +132,11 @@ void Courier::all_to_all(std::span<SparseVector> outgoing, std::vector<SparseVec
   {
     Stopwatch watch((*stats_)[Stage::pack]);
     outbox_.clear();
+    std::size_t most = 0;
+    for (const SparseVector& part : outgoing) {
+      most += wire::largest_message(part.size(), envelope_.values);
+    }
+    make_room(outbox_, most);
     counts_.assign(outgoing.size(), 0);
     for (std::size_t r = 0; r < outgoing.size(); ++r) {
       if (r == own) continue;
@@ -95,13 +159,18 @@ void Courier::pass(int to, SparseVector& mine, int from, SparseVector& received)
     outbox_.clear();
     counts_.assign(static_cast<std::size_t>(ranks()), 0);
     if (to != kNobody) {
+      make_room(outbox_, wire::largest_message(mine.size(), envelope_.values));
       wire::pack(envelope_, vote_, mine, outbox_);
       counts_[static_cast<std::size_t>(to)] = outbox_.size();
     }
   }
   send_to_each();
   read_all([&](int r, std::span<const std::byte> message) {
-    return r == from ? wire::unpack(envelope_, message, received) : vote_;
+    if (r == from) return wire::unpack(envelope_, message, received);
+    if (!message.empty()) {
+      throw WireError("message: " + std::to_string(message.size()) + " bytes, expected none");
+    }
+    return vote_;
   });
 }
 

@@ -48,6 +48,14 @@ class Courier {
   /// The same for values that have no places, in parts of even size.
   void all_reduce(std::span<float> values, std::span<float> settled);
 
+  /// As all_gather, where rank r sends some of sizes[r] values that are numbered from 0. Where that
+  /// takes fewer bytes they travel whole, without indices; zeros do not arrive.
+  void all_gather_regions(SparseVector& mine, std::span<const std::size_t> sizes,
+                          std::vector<SparseVector>& parts);
+
+  /// Replaces values with what receivers would read.
+  void round(std::span<float> values);
+
   /// From here on, until the next `open`, messages are stamped with the fingerprint of a choice
   /// that all ranks must have made alike; a message with another one is a WireError.
   void expect_same(std::uint32_t choice) { envelope_.run ^= choice; }

@@ -20,6 +20,9 @@ class Exchange {
  public:
   virtual ~Exchange() = default;
 
+  /// A step starts; its exchanges follow. Also after a step that failed.
+  virtual void begin(const select::Budget&) {}
+
   /// Sums over the ranks and says what this rank settled. `selected` is what this rank chose alone;
   /// an exchange that chooses together gets it empty and looks at `pending` itself.
   /// Every rank must hear from every other at least once: that is how the vote travels.

@@ -6,20 +6,16 @@
 //
 //   threshold = foreseen * bias,   bias *= (count / k)^gain,   bias = 1 when the count is far off
 //
-// A stale threshold must not send everything: each parameter has a cap, one entry plus twice its
-// recent share of the budget plus a share by size, together three times the budget. Above its cap a
-// parameter sends its strongest entries. Caps belong to parameters, so the bucket cut does not
-// matter; a fraction of an entry is rounded by a shared random phase, so that no small parameter
-// starves. The first step knows no threshold: each parameter sends its share by size.
+// A stale threshold must not send everything: each parameter has a cap (caps.h), above which it
+// sends its strongest entries.
+// The first step knows no threshold: each parameter sends its share by size.
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <numeric>
-#include <vector>
 
 #include "topreduce/catalog.h"
-#include "topreduce/random.h"
+#include "topreduce/select/caps.h"
 #include "topreduce/select/sample.h"
 #include "topreduce/select/strongest.h"
 #include "topreduce/stats.h"
@@ -34,24 +30,15 @@ constexpr double kSteepness = 0.3;       // threshold ~ budget^-0.3, when the bu
 
 class Carried final : public Selector {
  public:
-  Carried(double gain, const Layout& layout)
-      : gain_(gain), shares_(layout.count()), caps_(layout.count()), sent_(layout.count()) {
-    for (const Parameter& parameter : layout.parameters()) {
-      sizes_.push_back(parameter.size);
-    }
-  }
+  Carried(double gain, const Layout& layout) : gain_(gain), caps_(layout) {}
 
   void begin(const Budget& budget) override {
     budget_ = budget;
     sample_.begin(budget.model, kSampleSize);
-    std::ranges::fill(sent_, 0.0);
     const auto k = static_cast<double>(budget.entries);
     cut_ = static_cast<float>(threshold_ * std::pow(last_k_ / k, kSteepness));
-    set_caps(k);
-    if (budget.entries >= budget.model) {  // everything may go
-      cut_ = kNonZero;
-      std::ranges::copy(sizes_, caps_.begin());
-    }
+    if (budget.entries >= budget.model) cut_ = kNonZero;
+    caps_.begin(budget, cut_ > 0 ? Caps::Threshold::known : Caps::Threshold::unknown);
   }
 
   void choose(const Pending& pending, SparseVector& selected, kernels::Seen& seen,
@@ -65,7 +52,7 @@ class Carried final : public Selector {
       if (!seen.finite()) return;
       const std::size_t before = selected.size();
       const float weakest = strongest_.finish(selected);
-      sent_[segment.parameter] = static_cast<double>(selected.size() - before);
+      caps_.note(segment.parameter, selected.size() - before);
       if (cut_ == 0) {
         const bool none = selected.size() == before;
         sample_.foresee(segment.offset, terms, none ? kNever : weakest);
@@ -75,20 +62,20 @@ class Carried final : public Selector {
 
   void commit() override {
     const auto k = static_cast<double>(budget_.entries);
-    const double count = std::accumulate(sent_.begin(), sent_.end(), 0.0);
+    const double count = caps_.sent();
     const bool near = cut_ > 0 && count > k / kFarOff && count < k * kFarOff;
     bias_ = near ? bias_ * std::pow(count / k, gain_) : 1;
     const float foreseen = sample_.kth_magnitude(budget_.entries, 0);
     threshold_ = foreseen > 0 ? foreseen * bias_ : cut_;
     last_k_ = k;
-    for (std::size_t p = 0; p < shares_.size(); ++p) shares_[p] = (shares_[p] + sent_[p]) / 2;
+    caps_.commit();
   }
 
   void visit(StateVisitor& visitor) override {
     visitor.number("carried.threshold", threshold_);
     visitor.number("carried.bias", bias_);
     visitor.number("carried.budget", last_k_);
-    visitor.parameters("carried.share", shares_);
+    caps_.visit("carried.share", visitor);
   }
 
  private:
@@ -104,33 +91,11 @@ class Carried final : public Selector {
     }
   }
 
-  // One entry for each parameter (as far as half the budget goes), twice its recent share, and the
-  // rest by size; k in all in the first step, 3 k later.
-  void set_caps(double k) {
-    const double recent = std::accumulate(shares_.begin(), shares_.end(), 0.0);
-    const double by_share = cut_ > 0 && recent > 0 ? 2 * k / recent : 0;
-    const auto parameters = static_cast<double>(std::max<std::size_t>(1, caps_.size()));
-    const double each = std::min(1.0, k / 2 / parameters);
-    const double rest = (cut_ > 0 ? 3 * k : k) - by_share * recent - each * parameters;
-    const double by_size = rest / std::max(1.0, static_cast<double>(budget_.model));
-    // The phase keeps off 0 and 1, where the rounding of a long sum could add an entry.
-    const RandomStream stream(budget_.seed, budget_.step, RandomStream::Purpose::caps);
-    double end = 0.001 + 0.998 * stream.unit(0);
-    for (std::size_t p = 0; p < caps_.size(); ++p) {
-      const double start = end;
-      end += each + by_share * shares_[p] + by_size * static_cast<double>(sizes_[p]);
-      caps_[p] = static_cast<std::size_t>(std::floor(end) - std::floor(start));
-    }
-  }
-
   double gain_;
   Budget budget_;
-  float cut_ = 0;                   // this step's threshold; 0 if none is known yet
-  std::vector<std::size_t> sizes_;  // entries of each parameter
-  std::vector<double> shares_;      // what each sent lately
-  std::vector<std::size_t> caps_;   // the most each may send in this step
-  std::vector<double> sent_;        // what each sends in this step
-  double threshold_ = 0;            // for the next step
+  float cut_ = 0;  // this step's threshold; 0 if none is known yet
+  Caps caps_;
+  double threshold_ = 0;  // for the next step
   double bias_ = 1;
   double last_k_ = 1;
   Strongest strongest_;

@@ -15,6 +15,8 @@ struct Budget {
   std::size_t entries = 0;  ///< k: entries that this rank should send in this step
   std::size_t model = 0;    ///< n: entries it chooses from, over all exchanges of the step
   double density = 1;       ///< k / n before k was rounded
+  /// Whether a step is one exchange for the whole model, or one for each bucket as it comes.
+  enum class Exchanges { one, many } exchanges = Exchanges::many;
 };
 
 /// Chooses alone, without the network, which entries this rank sends. Choosing is choosing a

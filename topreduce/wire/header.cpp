@@ -62,6 +62,10 @@ void seal(const Envelope& envelope, Kind kind, Vote vote, std::size_t count,
   store(header + kAtChecksum, checksum_of(message));
 }
 
+Kind kind_of(std::span<const std::byte> message) {
+  return static_cast<Kind>(load<std::uint8_t>(message.data() + kAtKind));
+}
+
 Opened open(const Envelope& expected, Kind kind, std::span<const std::byte> message) {
   expect(message.size() >= kHeaderBytes, "length", message.size(), "at least ", kHeaderBytes);
   const std::byte* header = message.data();

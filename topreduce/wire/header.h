@@ -24,6 +24,9 @@ enum class Kind : std::uint8_t { entries = 1, stretch = 2 };
 void seal(const Envelope& envelope, Kind kind, Vote vote, std::size_t count,
           std::span<std::byte> message);
 
+/// What a message of at least kHeaderBytes says it is; not checked.
+Kind kind_of(std::span<const std::byte> message);
+
 struct Opened {
   Vote vote;
   std::size_t count;  ///< at most the universe

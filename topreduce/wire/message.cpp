@@ -80,6 +80,14 @@ Vote unpack_stretch(const Envelope& expected, std::span<const std::byte> message
   return vote;
 }
 
+bool is_stretch(std::span<const std::byte> message) {
+  return message.size() >= kHeaderBytes && kind_of(message) == Kind::stretch;
+}
+
+std::size_t stretch_message(std::size_t count, Values values) {
+  return kHeaderBytes + count * width(values);
+}
+
 std::size_t largest_message(std::size_t count, Values values) {
   return kHeaderBytes + count * (kLargestGapBytes + width(values));
 }

@@ -41,6 +41,12 @@ Vote unpack(const Envelope& expected, std::span<const std::byte> message, Sparse
 Vote unpack_stretch(const Envelope& expected, std::span<const std::byte> message,
                     std::span<float> values);
 
+/// Whether a message says that it is one of `pack_stretch`; reading it checks.
+bool is_stretch(std::span<const std::byte> message);
+
+/// The bytes that a message of a stretch of `count` values takes.
+std::size_t stretch_message(std::size_t count, Values values);
+
 /// The most bytes that a message of `count` entries takes.
 std::size_t largest_message(std::size_t count, Values values);
 

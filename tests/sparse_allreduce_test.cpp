@@ -1,0 +1,310 @@
+// The sparse all-reduces: what moves, and who is left with what. topk_dsa, gtopk and ok_topk go
+// through the laws with everything else; here are the claims of their papers.
+
+#include <cmath>
+#include <functional>
+#include <numeric>
+
+#include "cluster.h"
+#include "topreduce/catalog.h"
+#include "topreduce/wire/header.h"
+#include "topreduce/wire/little_endian.h"
+
+namespace topreduce::laws {
+namespace {
+
+constexpr std::size_t kEntries = 100'000;
+
+std::string spec_of(const char* method, const std::string& settings) {
+  return std::string(method) + ":density=0.01,granularity=model" + settings;
+}
+
+/// A tenth of the places, all at the start, has three times larger gradients.
+Floats skewed(int rank, int step, std::size_t n = kEntries) {
+  auto rng = rng_of(rank, step);
+  std::normal_distribution<float> normal;
+  Floats gradient(n);
+  for (std::size_t i = 0; i < n; ++i) gradient[i] = normal(rng) * (i < n / 10 ? 3 : 1);
+  return gradient;
+}
+
+Floats tenth(int rank, int step) {
+  return skewed(rank, step);
+}
+
+/// Counts the entries in the messages that pass through.
+class Counting final : public Communicator {
+ public:
+  Counting(Communicator& inner, double& sent, double& received)
+      : inner_(inner), sent_(sent), received_(received) {}
+
+  int rank() const override { return inner_.rank(); }
+  int size() const override { return inner_.size(); }
+
+ protected:
+  void do_all_to_all(std::span<const std::byte> send, std::span<const std::size_t> counts,
+                     comm::Inbox& inbox) override {
+    std::size_t start = 0;
+    for (int r = 0; r < size(); ++r) {
+      const std::size_t count = counts[static_cast<std::size_t>(r)];
+      if (r != rank()) sent_ += entries_in(send.subspan(start, count));
+      start += count;
+    }
+    inner_.all_to_all(send, counts, inbox);
+    count_received(inbox);
+  }
+  void do_all_gather(std::span<const std::byte> mine, comm::Inbox& inbox) override {
+    sent_ += entries_in(mine) * (size() - 1);
+    inner_.all_gather(mine, inbox);
+    count_received(inbox);
+  }
+
+ private:
+  static double entries_in(std::span<const std::byte> message) {
+    constexpr std::size_t kAtCount = 28;
+    if (message.size() < wire::kHeaderBytes || message[0] != std::byte{'T'}) return 0;
+    return wire::load<std::uint32_t>(message.data() + kAtCount);
+  }
+  void count_received(const comm::Inbox& inbox) {
+    for (int r = 0; r < size(); ++r) {
+      if (r != rank()) received_ += entries_in(inbox.from(r));
+    }
+  }
+
+  Communicator& inner_;
+  double& sent_;
+  double& received_;
+};
+
+/// Entries that the busiest rank sent or received, whichever is more, in the last of some steps.
+double busiest(int ranks, const std::string& spec, const std::function<Floats(int, int)>& gradient,
+               int steps) {
+  Cluster cluster(ranks, one_parameter(kEntries), spec);
+  double most = 0;
+  for (int s = 0; s < steps; ++s) {
+    std::vector<double> sent(static_cast<std::size_t>(ranks)), received(sent);
+    cluster.step(gradients_of(ranks, s, gradient), one_bucket(cluster[0].layout()), 1,
+                 [&](Communicator& comm) {
+                   const auto r = static_cast<std::size_t>(comm.rank());
+                   return std::make_unique<Counting>(comm, sent[r], received[r]);
+                 });
+    most = std::max(*std::ranges::max_element(sent), *std::ranges::max_element(received));
+  }
+  return most;
+}
+
+constexpr double k = kEntries / 100;
+
+// ---- ok_topk: what moves -----------------------------------------------------------------------
+
+// Pairs per rank: at most 3 k (P-1)/P at exact counts, on skewed supports too. To agree on regions
+// and to find the k-th sum takes a little more.
+TEST(OkTopk, MovesAtMostThreeKPairs) {
+  for (const int ranks : {4, 8}) {
+    const double bound = 3 * k * (ranks - 1) / ranks;
+    const std::string exact = spec_of("ok_topk", ",period=1,tau=1");
+    for (const int steps : {1, 2, 5}) {
+      const double moved = busiest(ranks, exact, tenth, steps);
+      EXPECT_LT(moved, bound) << ranks << " ranks, " << steps << " steps";
+      EXPECT_GT(moved, bound / 3) << "nobody can do with less";
+    }
+  }
+}
+
+// Regions of equal width leave one rank with most of the work: the paper's first ablation. topk_dsa
+// has those; a ratio of 1000 lets every sum survive, as there.
+TEST(OkTopk, BalancedRegionsRelieveTheBusiestRank) {
+  for (const int ranks : {4, 8}) {
+    const double equal = busiest(ranks, spec_of("topk_dsa", ""), tenth, 1);
+    const double balanced = busiest(ranks, spec_of("ok_topk", ",global_ratio=1000"), tenth, 1);
+    EXPECT_GT(equal, 2 * balanced) << ranks << " ranks";
+  }
+}
+
+/// An eighth of every rank's entries lies at the first places, where the ranks agree.
+Floats crowded(int rank, int step) {
+  auto rng = rng_of(rank, step);
+  std::normal_distribution<float> normal;
+  Floats gradient(kEntries);
+  for (std::size_t i = 0; i < kEntries; ++i) {
+    gradient[i] = i < 125 ? 4 + 0.01f * normal(rng) : normal(rng);
+  }
+  return gradient;
+}
+
+// The second ablation: the strongest sums all lie in one region, whose owner would send them all.
+TEST(OkTopk, BalancingSpreadsTheSurvivors) {
+  for (const int steps : {1, 2}) {
+    const double left =
+        busiest(8, spec_of("ok_topk", ",global_ratio=0.125,balance=0"), crowded, steps);
+    const double spread = busiest(8, spec_of("ok_topk", ",global_ratio=0.125"), crowded, steps);
+    EXPECT_GT(left, (steps == 1 ? 1.4 : 1.2) * spread) << steps << " steps";
+  }
+}
+
+TEST(OkTopk, BalancingChangesNothingElse) {
+  Cluster left(8, one_parameter(kEntries), spec_of("ok_topk", ",global_ratio=0.125,balance=0"));
+  Cluster spread(8, one_parameter(kEntries), spec_of("ok_topk", ",global_ratio=0.125,balance=1"));
+  for (int s = 0; s < 3; ++s) {
+    const auto gradients = gradients_of(8, s, crowded);
+    const auto expected = left.step(gradients, one_bucket(left[0].layout()));
+    const auto outcomes = spread.step(gradients, one_bucket(left[0].layout()));
+    for (std::size_t r = 0; r < outcomes.size(); ++r) {
+      ASSERT_TRUE(same_bits(outcomes[r].gradient, expected[r].gradient));
+      ASSERT_EQ(outcomes[r].state, expected[r].state);
+    }
+  }
+}
+
+// ---- ok_topk: what is delivered ----------------------------------------------------------------
+
+/// The k strongest, ties to the lower index.
+std::vector<std::size_t> strongest(const Floats& values, std::size_t count) {
+  std::vector<std::size_t> order(values.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::ranges::stable_sort(order, std::greater<>(),
+                           [&](std::size_t i) { return std::abs(values[i]); });
+  order.resize(std::min(count, order.size()));
+  return order;
+}
+
+// At an exact step everyone gets the exact top-k of the sum of local top-k's, ties and all.
+void expect_exact(int ranks, std::size_t n, const std::string& spec, std::size_t budget,
+                  const std::function<Floats(int, int)>& gradient) {
+  Cluster cluster(ranks, one_parameter(n), spec);
+  std::vector<Floats> owed(static_cast<std::size_t>(ranks), Floats(n));
+  for (int s = 0; s < 6; ++s) {
+    const auto gradients = gradients_of(ranks, s, gradient);
+    Floats sum(n);
+    std::vector<Floats> sent(static_cast<std::size_t>(ranks), Floats(n));
+    for (std::size_t r = 0; r < owed.size(); ++r) {
+      for (std::size_t i = 0; i < n; ++i) owed[r][i] += gradients[r][i];
+      for (const std::size_t i : strongest(owed[r], budget)) {
+        sent[r][i] = owed[r][i];
+        sum[i] += owed[r][i];
+      }
+    }
+    Floats expected(n);
+    for (const std::size_t i : strongest(sum, budget)) {
+      expected[i] = sum[i] / static_cast<float>(ranks);
+      for (std::size_t r = 0; r < owed.size(); ++r) owed[r][i] -= sent[r][i];
+    }
+    const auto outcomes = cluster.step(gradients, one_bucket(cluster[0].layout()));
+    for (std::size_t r = 0; r < owed.size(); ++r) {
+      ASSERT_TRUE(same_bits(outcomes[r].gradient, expected)) << "step " << s;
+      ASSERT_TRUE(same_bits(outcomes[r].owed, owed[r])) << "step " << s;
+    }
+  }
+}
+
+TEST(OkTopk, ExactStepsDeliverTheExactTopK) {
+  const auto small = [](int r, int s) { return integers(r, s, 3000); };  // 17 values: mostly ties
+  for (const int ranks : {1, 2, 3, 5, 8}) {
+    expect_exact(ranks, 3000, "ok_topk:density=0.1,granularity=model,period=1,tau=2", 300, small);
+    expect_exact(ranks, 3000, "ok_topk:density=0.001,granularity=model,period=1", 3, small);
+  }
+  expect_exact(5, kEntries, spec_of("ok_topk", ",period=1"), 1000, tenth);
+}
+
+// Between exact steps counts stay near the budget; when the scale of gradients jumps they are
+// bounded, and what is delivered does not dry up.
+TEST(OkTopk, CountsFollowTheBudget) {
+  constexpr std::size_t kFew = 20'000;
+  constexpr double few = kFew / 100;
+  for (const char* granularity : {"model", "bucket"}) {
+    for (const float jump : {1.0f, 100.0f, 0.01f}) {
+      Cluster cluster(4, one_parameter(kFew),
+                      std::string("ok_topk:density=0.01,granularity=") + granularity);
+      double lately = 0;
+      for (int s = 0; s < 56; ++s) {
+        SCOPED_TRACE(std::string(granularity) + ", jump " + std::to_string(jump) + ", step " +
+                     std::to_string(s));
+        const auto gradients = gradients_of(4, s, [&](int r, int step) {
+          Floats gradient = skewed(r, step, kFew);
+          for (float& x : gradient) x *= step >= 40 ? jump : 1;
+          return gradient;
+        });
+        const auto outcomes = cluster.step(gradients, one_bucket(cluster[0].layout()));
+        const auto selected = static_cast<double>(outcomes[0].stats.selected);
+        const auto delivered = static_cast<double>(outcomes[0].stats.delivered);
+        ASSERT_LE(selected, 3 * few);
+        ASSERT_LE(delivered, 4 * 3 * few);
+        if (s >= 20 && (s < 40 || jump == 1)) {
+          EXPECT_GT(selected, few / 2);
+          EXPECT_LT(selected, 2.5 * few);
+          EXPECT_GT(delivered, few / 2);
+          EXPECT_LT(delivered, 2.5 * few);
+        }
+        if (s >= 46) lately += delivered / 10;
+      }
+      EXPECT_GT(lately, 0.3 * few) << granularity << ", jump " << jump;
+      EXPECT_LT(lately, 2 * few) << granularity << ", jump " << jump;
+    }
+  }
+}
+
+// ---- topk_dsa ----------------------------------------------------------------------------------
+
+// The sum is that of gather; where it fills up, in far fewer bytes, and never in more than dense
+// sums would take.
+TEST(TopkDsa, SwitchesToDense) {
+  constexpr int kRanks = 8;
+  for (const char* density : {"0.01", "0.5"}) {
+    const std::string settings = std::string(":granularity=model,density=") + density;
+    Cluster gather(kRanks, one_parameter(20'000), "topk" + settings);
+    Cluster split(kRanks, one_parameter(20'000), "topk_dsa" + settings);
+    for (int s = 0; s < 2; ++s) {
+      const auto gradients = gradients_of(
+          kRanks, s, [](int r, int step) { return heavy_tailed(r, step, one_parameter(20'000)); });
+      const auto expected = gather.step(gradients, one_bucket(one_parameter(20'000)));
+      const auto outcomes = split.step(gradients, one_bucket(one_parameter(20'000)));
+      for (std::size_t r = 0; r < outcomes.size(); ++r) {
+        ASSERT_TRUE(same_bits(outcomes[r].gradient, expected[r].gradient));
+        ASSERT_TRUE(same_bits(outcomes[r].owed, expected[r].owed));
+        if (std::stod(density) > 0.1) {
+          EXPECT_LT(2 * outcomes[r].stats.bytes_sent, expected[r].stats.bytes_sent);
+        }
+        // k entries of at most 6 bytes, and the whole of its region.
+        const double most = std::stod(density) * 20'000 * 6 + 20'000 * 4 * 7.0 / 8 + 14 * 50;
+        EXPECT_LT(static_cast<double>(outcomes[r].stats.bytes_sent), most);
+      }
+    }
+  }
+}
+
+// ---- gtopk -------------------------------------------------------------------------------------
+
+// The root sends k entries in each round down; every other rank once up.
+TEST(GTopk, TrafficIsThatOfATree) {
+  for (const int ranks : {2, 3, 5, 8}) {
+    Cluster cluster(ranks, one_parameter(kEntries), spec_of("gtopk", ""));
+    const auto outcomes =
+        cluster.step(gradients_of(ranks, 0, tenth), one_bucket(cluster[0].layout()));
+    const auto entry = find_exchange("gtopk");
+    const auto cost =
+        entry.make({"gtopk", entry.settings, {}}, cluster[0].layout())->cost(k, kEntries, ranks);
+    const StepStats& root = outcomes[0].stats;
+    EXPECT_EQ(root.rounds, cost.rounds);
+    EXPECT_EQ(root.delivered, static_cast<std::uint64_t>(k));
+    EXPECT_GE(static_cast<double>(root.bytes_sent), 4 * cost.values + cost.indices);
+    EXPECT_LE(static_cast<double>(root.bytes_sent), 4 * cost.values + 2 * cost.indices + 44 * 8);
+    EXPECT_GE(static_cast<double>(outcomes[1].stats.bytes_sent), 5 * k);
+    EXPECT_LE(static_cast<double>(outcomes[1].stats.bytes_sent), 6 * k + 44);
+  }
+}
+
+// Rank 3 loses its entry to rank 2's, which comes through; the published method forgets the
+// loser's.
+TEST(GTopk, WhoCutsItOwesIt) {
+  Cluster cluster(4, one_parameter(4), "gtopk:density=0.25,granularity=model");
+  const std::vector<Floats> gradients = {{0, 5, 0, 0}, {3, 0, 0, 0}, {0, 0, 4, 0}, {0, 2, 0, 0}};
+  const auto outcomes = cluster.step(gradients, {{0}});
+  EXPECT_TRUE(same_bits(outcomes[0].gradient, Floats{0, 5.0f / 4, 0, 0}));
+  EXPECT_TRUE(same_bits(outcomes[0].owed, Floats{3, 0, 4, 0}));  // it cut rank 1's 3 and then the 4
+  EXPECT_TRUE(same_bits(outcomes[1].owed, Floats{0, 0, 0, 0}));
+  EXPECT_TRUE(same_bits(outcomes[2].owed, Floats{0, 2, 0, 0}));  // it cut rank 3's 2
+  EXPECT_TRUE(same_bits(outcomes[3].owed, Floats{0, 0, 0, 0}));
+}
+
+}  // namespace
+}  // namespace topreduce::laws

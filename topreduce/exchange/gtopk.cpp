@@ -1,0 +1,164 @@
+// gTop-k: sums travel up a tree and are cut to the k strongest at every meeting; the root tells
+// all.
+//
+//   round 1   0 <- 1   2 <- 3   4          each pair adds up and keeps the k strongest
+//   round 2   0 <----- 2        4
+//   round 3   0 <-------------- 4          any number of ranks
+//   and back  0 -> 4, 0 -> 2, 0 -> 1 and 2 -> 3
+//
+// Rounds: 2 ceil(log2 P). Entries sent by the busiest rank, the root: k ceil(log2 P).
+// Drops what a meeting cuts. The published method returns to each rank what it sent and the root
+// does not list, and loses what was cut on one branch but came through on another. Here the rank
+// that cuts an entry owes it from then on, so nothing is lost.
+// When buckets come one by one, a meeting keeps of each parameter as many entries as the richer of
+// the two had, which does not depend on the cut into buckets.
+//
+// Shi et al. 2019, arXiv 1901.04359.
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+
+#include "topreduce/catalog.h"
+
+namespace topreduce::exchange {
+namespace {
+
+class GTopk final : public Exchange {
+ public:
+  void run(const Pending& pending, const SparseVector& selected, const select::Budget& budget,
+           Courier& courier, Delivery& delivery) override {
+    const bool at_once = budget.exchanges == select::Budget::Exchanges::one;
+    const int rank = courier.rank(), ranks = courier.ranks();
+    // What changes on this rank's way: its own entries, then all that it cuts and rounds.
+    const auto rounds = static_cast<std::size_t>(rounds_up(ranks));
+    changes_.resize(rounds + 2);
+    const std::size_t most = std::min<std::size_t>(pending.size(), 3 * budget.entries);
+    for (SparseVector& change : changes_) {
+      change.clear();
+      change.reserve(most);
+    }
+    for (SparseVector* each : {&sum_, &received_, &merged_, &meeting_[0], &meeting_[1]}) {
+      each->reserve(most);
+    }
+    changes_[0].assign(selected);
+    sum_.assign(selected);
+
+    for (std::size_t round = 0; round < rounds; ++round) {
+      const int stride = 1 << round, place = rank % (2 * stride);
+      const bool sends = place == stride, receives = place == 0 && rank + stride < ranks;
+      const int to = sends ? rank - stride : Courier::kNobody;
+      const int from = receives ? rank + stride : Courier::kNobody;
+      if (sends) round_sum(courier);
+      courier.pass(to, sum_, from, received_);
+      if (receives) {
+        merge(pending, at_once ? budget.entries : 0, changes_[round + 1]);
+      }
+    }
+    if (rank == 0) round_sum(courier);
+    for (std::size_t round = rounds; round-- > 0;) {
+      const int stride = 1 << round, place = rank % (2 * stride);
+      const bool sends = place == 0 && rank + stride < ranks, receives = place == stride;
+      courier.pass(sends ? rank + stride : Courier::kNobody, sum_,
+                   receives ? rank - stride : Courier::kNobody, received_);
+      if (receives) std::swap(sum_, received_);
+    }
+    delivery.sum.assign(sum_);
+    adder_.add(changes_, pending.size(), delivery.settled);
+  }
+
+  Cost cost(double k, double, int ranks) const override {
+    const int rounds = rounds_up(ranks);
+    return {.rounds = 2 * static_cast<std::uint64_t>(rounds),
+            .values = k * rounds,
+            .indices = k * rounds};
+  }
+
+ private:
+  static int rounds_up(int ranks) {
+    return static_cast<int>(std::bit_width(static_cast<unsigned>(ranks - 1)));
+  }
+
+  // The sum as receivers read it; this rank owes what that changes.
+  void round_sum(Courier& courier) {
+    if (!courier.rounds_values()) return;
+    SparseVector& change = changes_.back();
+    change.assign(sum_);
+    courier.round(sum_.values);
+    for (std::size_t i = 0; i < change.size(); ++i) {
+      change.values[i] = sum_.values[i] - change.values[i];
+    }
+  }
+
+  // Adds received_ to sum_ and cuts: to the k strongest or, with k = 0, by parameter.
+  void merge(const Pending& pending, std::size_t k, SparseVector& cut) {
+    meeting_[0].assign(sum_);
+    meeting_[1].assign(received_);
+    adder_.add(meeting_, pending.size(), merged_);
+    sum_.clear();
+    if (k > 0) {
+      keep(merged_, 0, merged_.size(), k, cut);
+      return;
+    }
+    std::size_t first = 0, of_mine = 0, of_theirs = 0;
+    for (const Segment& segment : pending.segments()) {
+      const std::uint64_t end = segment.start + std::uint64_t{segment.size()};
+      const std::size_t last = next_from(merged_, first, end);
+      const std::size_t mine = next_from(meeting_[0], of_mine, end);
+      const std::size_t theirs = next_from(meeting_[1], of_theirs, end);
+      keep(merged_, first, last, std::max(mine - of_mine, theirs - of_theirs), cut);
+      first = last;
+      of_mine = mine;
+      of_theirs = theirs;
+    }
+  }
+
+  static std::size_t next_from(const SparseVector& entries, std::size_t first, std::uint64_t end) {
+    const auto begin = entries.indices.begin();
+    return static_cast<std::size_t>(
+        std::lower_bound(begin + static_cast<std::ptrdiff_t>(first), entries.indices.end(), end) -
+        begin);
+  }
+
+  // Appends the k strongest of a range to sum_, ties to the lower index, and the rest, negative, to
+  // `cut`.
+  void keep(const SparseVector& entries, std::size_t first, std::size_t last, std::size_t k,
+            SparseVector& cut) {
+    const std::size_t count = last - first, kept = std::min(k, count);
+    if (count == 0) return;
+    const std::span<const float> values(entries.values.data() + first, count);
+    float weakest = 0;
+    std::size_t ties = count;
+    if (kept < count) {
+      weakest = kernels::kth_magnitude(values, kept);
+      ties = kept - static_cast<std::size_t>(std::ranges::count_if(
+                        values, [&](float value) { return std::abs(value) > weakest; }));
+    }
+    std::size_t out = sum_.size(), dropped = cut.size();
+    sum_.resize(out + kept);
+    cut.resize(dropped + count - kept);
+    for (std::size_t i = first; i < last; ++i) {
+      const float magnitude = std::abs(entries.values[i]);
+      const bool stays = magnitude > weakest || (magnitude == weakest && ties > 0);
+      if (magnitude == weakest && ties > 0) --ties;
+      SparseVector& home = stays ? sum_ : cut;
+      std::size_t& place = stays ? out : dropped;
+      home.indices[place] = entries.indices[i];
+      home.values[place++] = stays ? entries.values[i] : -entries.values[i];
+    }
+  }
+
+  SparseVector sum_, received_, merged_;
+  std::array<SparseVector, 2> meeting_;
+  std::vector<SparseVector> changes_;
+  Adder adder_;
+};
+
+}  // namespace
+
+std::unique_ptr<Exchange> make_gtopk(const Settings&, const Layout&) {
+  return std::make_unique<GTopk>();
+}
+
+}  // namespace topreduce::exchange

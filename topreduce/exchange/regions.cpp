@@ -1,0 +1,138 @@
+#include "topreduce/exchange/regions.h"
+
+#include <algorithm>
+#include <string>
+
+#include "topreduce/errors.h"
+
+namespace topreduce::exchange {
+namespace {
+
+// Calls body(piece, first, last) with the range of `entries` in each piece.
+template <class Body>
+void for_each_range(const SparseVector& entries, std::span<const Regions::Piece> pieces,
+                    Body&& body) {
+  auto first = entries.indices.begin();
+  for (const Regions::Piece& piece : pieces) {
+    const auto last = std::lower_bound(first, entries.indices.end(), piece.end);
+    body(piece, static_cast<std::size_t>(first - entries.indices.begin()),
+         static_cast<std::size_t>(last - entries.indices.begin()));
+    first = last;
+  }
+}
+
+// The range of `entries` in a segment, given where it starts.
+std::size_t end_of(const Segment& segment, const SparseVector& entries, std::size_t first) {
+  const auto begin = entries.indices.begin();
+  const auto end = static_cast<std::uint64_t>(segment.start) + segment.size();
+  return static_cast<std::size_t>(
+      std::lower_bound(begin + static_cast<std::ptrdiff_t>(first), entries.indices.end(), end) -
+      begin);
+}
+
+}  // namespace
+
+Regions::Regions(const Layout& layout) {
+  for (std::size_t i = 0; i + 1 < kParts; ++i) {
+    for (const Parameter& parameter : layout.parameters()) {
+      kept_[i].push_back(static_cast<double>(parameter.size * (i + 1) / kParts));
+    }
+  }
+  learnt_ = kept_;
+}
+
+void Regions::propose(std::span<const Segment> segments, const SparseVector& entries,
+                      SparseVector& proposal) const {
+  proposal.resize(segments.size() * (kParts - 1));
+  std::ranges::fill(proposal.values, 0.0f);
+  std::size_t out = 0, first = 0;
+  for (const Segment& segment : segments) {
+    const std::size_t last = end_of(segment, entries, first), count = last - first;
+    for (std::size_t i = 1; i < kParts && count >= kParts; ++i) {
+      proposal.indices[out++] = entries.indices[first + count * i / kParts];
+    }
+    first = last;
+  }
+  proposal.resize(out);
+}
+
+void Regions::learn(std::span<const Segment> segments, std::span<const SparseVector> proposals) {
+  std::array<std::uint64_t, kParts - 1> sums;
+  for (const Segment& segment : segments) {
+    sums.fill(0);
+    std::uint64_t voices = 0;
+    for (std::size_t r = 0; r < proposals.size(); ++r) {
+      const SparseVector& proposal = proposals[r];
+      const auto at = std::ranges::lower_bound(proposal.indices, segment.start);
+      const auto first = static_cast<std::size_t>(at - proposal.indices.begin());
+      const std::size_t count = end_of(segment, proposal, first) - first;
+      if (count == 0) continue;
+      if (count != sums.size()) {
+        throw WireError("rank " + std::to_string(r) + " proposes " + std::to_string(count) +
+                        " boundaries, expected " + std::to_string(sums.size()));
+      }
+      for (std::size_t i = 0; i < sums.size(); ++i) {
+        sums[i] += proposal.indices[first + i] - segment.start;
+      }
+      ++voices;
+    }
+    for (std::size_t i = 0; i < sums.size() && voices > 0; ++i) {
+      learnt_[i][segment.parameter] = static_cast<double>(sums[i] / voices);
+    }
+  }
+}
+
+std::size_t Regions::bound(const Segment& segment, std::size_t i) const {
+  if (i == 0) return 0;
+  if (i == kParts) return segment.size();
+  return std::min(static_cast<std::size_t>(learnt_[i - 1][segment.parameter]), segment.size());
+}
+
+std::span<const Regions::Piece> Regions::pieces(std::span<const Segment> segments, int ranks) {
+  pieces_.clear();
+  const auto parts = static_cast<std::size_t>(ranks);
+  for (const Segment& segment : segments) {
+    Index begin = segment.start;
+    for (std::size_t r = 0; r < parts; ++r) {
+      // The end of region r, between two of the known bounds.
+      const std::size_t whole = (r + 1) * kParts / parts, rest = (r + 1) * kParts % parts;
+      std::size_t end = bound(segment, whole);
+      if (rest > 0) end += (bound(segment, whole + 1) - end) * rest / parts;
+      const Index next = segment.start + static_cast<Index>(end);
+      pieces_.push_back({begin, next, (r + segment.parameter) % parts});
+      begin = next;
+    }
+  }
+  return pieces_;
+}
+
+void Regions::visit(std::string_view name, StateVisitor& visitor) {
+  for (std::size_t i = 0; i < kept_.size(); ++i) {
+    visitor.parameters(std::string(name) + "." + std::to_string(i + 1), kept_[i]);
+  }
+}
+
+void split(const SparseVector& entries, std::span<const Regions::Piece> pieces,
+           std::span<SparseVector> outgoing) {
+  for (SparseVector& part : outgoing) part.clear();
+  for_each_range(entries, pieces, [&](const auto& piece, std::size_t first, std::size_t last) {
+    SparseVector& part = outgoing[piece.owner];
+    const std::size_t before = part.size();
+    part.resize(before + last - first);
+    std::copy(entries.indices.begin() + static_cast<std::ptrdiff_t>(first),
+              entries.indices.begin() + static_cast<std::ptrdiff_t>(last),
+              part.indices.begin() + static_cast<std::ptrdiff_t>(before));
+    std::copy(entries.values.begin() + static_cast<std::ptrdiff_t>(first),
+              entries.values.begin() + static_cast<std::ptrdiff_t>(last),
+              part.values.begin() + static_cast<std::ptrdiff_t>(before));
+  });
+}
+
+void count_by_owner(const SparseVector& entries, std::span<const Regions::Piece> pieces,
+                    std::span<double> counts) {
+  for_each_range(entries, pieces, [&](const auto& piece, std::size_t first, std::size_t last) {
+    counts[piece.owner] += static_cast<double>(last - first);
+  });
+}
+
+}  // namespace topreduce::exchange

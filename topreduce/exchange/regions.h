@@ -1,0 +1,67 @@
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "topreduce/layout.h"
+#include "topreduce/pending.h"
+#include "topreduce/sparse_vector.h"
+#include "topreduce/state.h"
+
+namespace topreduce::exchange {
+
+/// Who adds up which entries. Every parameter is cut into one region per rank:
+///
+///   parameter 0   | rank 0 | rank 1 |  rank 2  |       one further for the next parameter, so that
+///   parameter 1   |  rank 1  | rank 2 | rank 0 |       remainders do not all fall to one rank
+///
+/// Cutting parameters rather than buckets keeps owners independent of the bucket cut. Regions have
+/// equal widths until the ranks have told each other where their entries lie: then they hold about
+/// equally many. What is learnt are the eighths of each parameter's entries, averaged over the
+/// ranks; between them boundaries are interpolated, so it serves any number of ranks.
+class Regions {
+ public:
+  struct Piece {
+    Index begin, end;  ///< in the exchange's numbering
+    std::size_t owner;
+  };
+
+  explicit Regions(const Layout& layout);
+
+  /// A step starts: forget what was learnt but not committed.
+  void begin() { learnt_ = kept_; }
+
+  /// Replaces `proposal` with the places that cut each parameter's entries into eighths; none for a
+  /// parameter with too few.
+  void propose(std::span<const Segment> segments, const SparseVector& entries,
+               SparseVector& proposal) const;
+  /// Adopts the mean of all ranks' proposals, for this step and, once committed, for later ones.
+  /// Throws WireError for what `propose` cannot have made.
+  void learn(std::span<const Segment> segments, std::span<const SparseVector> proposals);
+
+  /// The exchange cut into pieces, ascending. Valid until the next call.
+  std::span<const Piece> pieces(std::span<const Segment> segments, int ranks);
+
+  void commit() { kept_ = learnt_; }
+  void visit(std::string_view name, StateVisitor& visitor);
+
+ private:
+  static constexpr std::size_t kParts = 8;
+  // [i][parameter]: where part i + 1 starts within the parameter. Whole numbers.
+  using Bounds = std::array<std::vector<double>, kParts - 1>;
+
+  std::size_t bound(const Segment& segment, std::size_t i) const;
+
+  Bounds kept_, learnt_;
+  std::vector<Piece> pieces_;
+};
+
+/// Replaces outgoing[r] with the entries in the pieces of rank r.
+void split(const SparseVector& entries, std::span<const Regions::Piece> pieces,
+           std::span<SparseVector> outgoing);
+
+/// Adds to counts[r] the number of `entries` in the pieces of rank r.
+void count_by_owner(const SparseVector& entries, std::span<const Regions::Piece> pieces,
+                    std::span<double> counts);
+
+}  // namespace topreduce::exchange

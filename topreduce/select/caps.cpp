@@ -1,0 +1,47 @@
+#include "topreduce/select/caps.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "topreduce/random.h"
+
+namespace topreduce::select {
+
+Caps::Caps(const Layout& layout)
+    : shares_(layout.count()), sent_(layout.count()), caps_(layout.count()) {
+  for (const Parameter& parameter : layout.parameters()) {
+    sizes_.push_back(static_cast<double>(parameter.size));
+  }
+}
+
+void Caps::begin(const Budget& budget, Threshold threshold) {
+  std::ranges::fill(sent_, 0.0);
+  const bool known = threshold == Threshold::known;
+  const auto k = static_cast<double>(budget.entries);
+  const double recent = std::accumulate(shares_.begin(), shares_.end(), 0.0);
+  const double by_share = known && recent > 0 ? 2 * k / recent : 0;
+  const auto parameters = static_cast<double>(std::max<std::size_t>(1, caps_.size()));
+  const double each = std::min(1.0, k / 2 / parameters);
+  const double rest = (known ? 3 * k : k) - by_share * recent - each * parameters;
+  const double by_size = rest / std::max(1.0, static_cast<double>(budget.model));
+  // The phase keeps off 0 and 1, where the rounding of a long sum could add an entry.
+  const RandomStream stream(budget.seed, budget.step, RandomStream::Purpose::caps);
+  double end = 0.001 + 0.998 * stream.unit(0);
+  for (std::size_t p = 0; p < caps_.size(); ++p) {
+    const double start = end;
+    end += each + by_share * shares_[p] + by_size * sizes_[p];
+    caps_[p] = static_cast<std::size_t>(std::floor(end) - std::floor(start));
+    if (budget.entries >= budget.model) caps_[p] = static_cast<std::size_t>(sizes_[p]);
+  }
+}
+
+double Caps::sent() const {
+  return std::accumulate(sent_.begin(), sent_.end(), 0.0);
+}
+
+void Caps::commit() {
+  for (std::size_t p = 0; p < shares_.size(); ++p) shares_[p] = (shares_[p] + sent_[p]) / 2;
+}
+
+}  // namespace topreduce::select

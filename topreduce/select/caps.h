@@ -1,0 +1,38 @@
+#pragma once
+
+#include <vector>
+
+#include "topreduce/select/selector.h"
+
+namespace topreduce::select {
+
+/// The most that each parameter may send, so that a stale threshold cannot send everything: one
+/// entry (as far as half the budget goes), twice its recent share of the budget, and the rest of
+/// three budgets by size. While no threshold is known, one budget without the recent shares; all
+/// of it if the budget is the whole model. Caps
+/// belong to parameters, so the bucket cut does not matter; a fraction of an entry is rounded by a
+/// shared random phase, so that no small parameter starves.
+class Caps {
+ public:
+  explicit Caps(const Layout& layout);
+
+  enum class Threshold { unknown, known };
+  void begin(const Budget& budget, Threshold threshold);
+
+  std::size_t operator[](std::size_t parameter) const { return caps_[parameter]; }
+  void note(std::size_t parameter, std::size_t sent) {
+    sent_[parameter] = static_cast<double>(sent);
+  }
+  double sent() const;  ///< in this step so far
+
+  void commit();
+  void visit(std::string_view name, StateVisitor& visitor) { visitor.parameters(name, shares_); }
+
+ private:
+  std::vector<double> sizes_;      // entries of each parameter
+  std::vector<double> shares_;     // what each sent lately
+  std::vector<double> sent_;       // what each sends in this step
+  std::vector<std::size_t> caps_;  // the most each may send in this step
+};
+
+}  // namespace topreduce::select
