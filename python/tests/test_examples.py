@@ -1,0 +1,47 @@
+"""The examples for other front doors, run against the real packages: our exchange really runs."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+
+
+def run(command: list[str]) -> str:
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher", "parameters"),
+    [
+        ("torch_ddp", TORCHRUN, 19210),
+        ("accelerate_loop", TORCHRUN, 19210),
+        ("lightning_callback", [sys.executable], 19210),
+        ("transformers_trainer", TORCHRUN, 35658),
+    ],
+)
+def test_only_what_matters_travels(name: str, launcher: list[str], parameters: int) -> None:
+    output = run([*launcher, f"examples/{name}.py"])
+    found = re.findall(r"(\d+) entries, (\d+) bytes", output)
+    assert found, output
+    entries, sent = map(int, found[-1])
+    assert 0.002 * parameters < entries < 0.03 * parameters
+    assert 2 * entries < sent < parameters
+
+
+def test_lightning_checkpoints_hold_what_every_rank_owes(tmp_path: Path) -> None:
+    run([sys.executable, "python/tests/lightning_resume.py", str(tmp_path)])
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    for seen in ranks:
+        assert seen["start"] == 0
+        assert seen["resumed"] == seen["saved"] > 0
+    assert ranks[0]["saved"] != ranks[1]["saved"]
