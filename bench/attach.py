@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 import topreduce.torch
 from topreduce.lab.gpt import GPT, preset
 from topreduce.lab.launch import launch
+from topreduce.lab.models import next_id_loss
 from topreduce.lab.text import load_text
-from topreduce.lab.train import next_id_loss
 
 VARIANTS = {
     "noop_hook": None,

@@ -2,14 +2,12 @@
 
 import importlib
 import io
-import json
 import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +15,13 @@ import torch.distributed as dist
 from rich.console import Console
 
 from topreduce import lab
-from topreduce.lab import demo
 from topreduce.lab.gpt import GPT, PRESETS, GPTConfig, preset
 from topreduce.lab.launch import RankError, launch
+from topreduce.lab.models import MODELS, Workload, make_task
 from topreduce.lab.progress import progress
 from topreduce.lab.text import load_text
-from topreduce.lab.train import Progress, TrainOptions, learning_rate, ring_bytes, train_each
+
+torch.set_num_threads(1)  # more of them fight over the cores with what else runs
 
 TINY = GPTConfig(layers=2, width=16, heads=2, context=8)
 
@@ -119,46 +118,51 @@ def test_generated_text_has_the_length_asked_for() -> None:
     assert written[0] == written[1] != written[2]
 
 
-# ---- training -------------------------------------------------------------------------------
+# ---- tasks ----------------------------------------------------------------------------------
 
 
-def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
-    options = TrainOptions(steps=200, learning_rate=1.0)
-    rates = [learning_rate(options, step) for step in range(200)]
-    assert rates[0] < 0.1
-    assert max(rates) == pytest.approx(1, abs=0.05)
-    assert rates[-1] == pytest.approx(0.1, abs=0.01)
-    assert rates.index(max(rates)) < 25
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_learns(name: str) -> None:
+    task = make_task(Workload(model=name, batch=2, context=16))
+    optimizer = torch.optim.SGD(task.model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(4):  # the same batch again and again
+        optimizer.zero_grad()
+        loss = task.loss(task.model, rank=0, step=0)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert all(math.isfinite(task.validation_loss(part, 3)) for part in range(3))
+    assert bool(task.sample(20)) == name.startswith("gpt")
 
 
-def test_constant_learning_rate_stays() -> None:
-    options = TrainOptions(steps=200, learning_rate=1.0, schedule="constant")
-    assert learning_rate(options, 100) == learning_rate(options, 199) == 1
+@pytest.mark.parametrize("name", ["gpt:0.6m", "lstm", "resnet"])
+def test_weights_and_batches_follow_seed_rank_and_step(name: str) -> None:
+    def first_loss(seed: int, rank: int, step: int) -> float:
+        task = make_task(Workload(model=name, batch=1, context=8, seed=seed))
+        return task.loss(task.model, rank, step).item()
+
+    keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
+    losses = [first_loss(*key) for key in keys]
+    assert len(set(losses)) == len(keys)
+    assert [first_loss(*key) for key in keys] == losses
 
 
-def test_bytes_of_a_ring() -> None:
-    assert [ring_bytes(1000, ranks) for ranks in (1, 2, 4)] == [0, 4000, 6000]
+def test_a_wait_gives_gradients_of_noise() -> None:
+    task = make_task(Workload(model="gpt:0.6m", compute=1e-6))
 
+    def gradients(rank: int, step: int) -> list[torch.Tensor]:
+        task.model.zero_grad()
+        task.loss(task.model, rank, step).backward()
+        return [each.grad.clone() for each in task.model.parameters() if each.grad is not None]
 
-def test_two_processes_train_with_and_without_us() -> None:
-    plain = TrainOptions(method="ddp", steps=6, batch=2, context=16, sample=20)
-    sparse = TrainOptions(
-        method="topk", attach={"density": 0.01}, steps=6, batch=2, context=16, sample=20
-    )
-    reports: list[Progress] = []
-    ranks = launch(train_each, 2, [plain, sparse], reports.append)
-    assert [(each.method, each.step) for each in reports] == [
-        (method, step) for method in ("ddp", "topk") for step in range(1, 7)
-    ]
-    for first, second in zip(*ranks, strict=True):
-        assert all(math.isfinite(loss) for loss in first.losses + second.losses)
-        assert first.losses != second.losses
-        assert first.validation_loss == second.validation_loss, "the replicas differ"
-        assert first.validation_loss < math.log(65)
-        assert len(first.sample) == 20
-    ddp, topk = ranks[0]
-    assert (ddp.bytes_are, topk.bytes_are) == ("computed for a ring", "counted")
-    assert 0 < max(topk.bytes_sent) < 0.1 * min(ddp.bytes_sent)
+    real = GPT(preset("gpt:0.6m", context=64))
+    shapes = [each.shape for each in real.parameters()]
+    first, again, other = gradients(0, 3), gradients(0, 3), gradients(1, 3)
+    assert [each.shape for each in first] == shapes
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other[0])
 
 
 # ---- launcher -------------------------------------------------------------------------------
@@ -210,39 +214,12 @@ def test_a_launch_needs_a_rank() -> None:
         launch(end_early, 0, "raise")
 
 
-# ---- demo -----------------------------------------------------------------------------------
+# ---- progress -------------------------------------------------------------------------------
 
 
 def test_progress_off_a_terminal_is_plain_lines() -> None:
     written = io.StringIO()
-    with progress(Console(file=written), ["topk 1%"], 1000) as advance:
+    with progress(Console(file=written), ["topk 1%"], 1000, "steps") as advance:
         for step in range(1, 1001):
             advance("topk 1%", step, "loss 2.00")
-    assert written.getvalue() == "topk 1%: step 1000 of 1000, loss 2.00\n"
-
-
-def test_demo_writes_table_text_and_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "demo.json"
-    asked = "--methods topk --ranks 2 --steps 3 --batch 1 --density 0.02 --json"
-    assert demo.main([*asked.split(), str(file)]) == 0
-    printed = capsys.readouterr().out
-    assert "topk 2%" in printed
-    assert "written by the model" in printed
-    assert all(each.isprintable() or each == "\n" for each in printed)
-    (run,) = json.loads(file.read_text())["runs"]
-    assert run["total_bytes"] == sum(run["bytes_sent"]) > run["last_step_bytes"] > 0
-    assert run["last_step_saves"] > 10
-
-
-def test_demo_shows_why_a_rank_failed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(["--methods", "tpok", "--ranks", "1", "--steps", "1"]) == 1
-    assert "tpok" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("wrong", [["--density", "0"], ["--steps", "0"], ["--model", "gpt:2m"]])
-def test_demo_refuses_wrong_numbers(wrong: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        demo.main(wrong)
-    assert caught.value.code == 2
+    assert written.getvalue() == "topk 1%: 1000 of 1000 steps, loss 2.00\n"

@@ -24,7 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"topreduce {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     _add_methods(commands)
-    arguments = parser.parse_args(argv)
+    commands.add_parser("lab", help="an emulated cluster: race, train, report", add_help=False)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["lab"]:
+        return _lab(words[1:])
+    arguments = parser.parse_args(words)
     try:
         for line in arguments.run(arguments):
             print(line)
@@ -35,6 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, `head` for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _lab(words: list[str]) -> int:
+    try:
+        from topreduce.lab import command  # torch is imported by those who use it
+    except ImportError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return command.main(words)
 
 
 # ---- topreduce methods --------------------------------------------------------------------------

@@ -22,6 +22,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from topreduce.lab.cluster import Place
+from topreduce.lab.namespaces import enter
+
 Options = TypeVar("Options")
 Report = TypeVar("Report")
 Result = TypeVar("Result")
@@ -45,21 +48,24 @@ def launch(
     world_size: int,
     options: Options,
     on_report: Callable[[Report], None] = lambda report: None,
+    places: Sequence[Place] | None = None,
 ) -> list[Result]:
     """Run `body(rank, world_size, options, report)` in processes joined by a Gloo group.
 
+    `places`: where each rank runs; without them all share this machine's loopback interface.
     Returns the results by rank; what a body reports arrives at `on_report` as it goes. The body
     must be importable by name, and what it takes and gives is pickled. When this call is over,
     for whatever reason, so are its processes.
     """
     if world_size < 1:
         raise ValueError(f"launch: world_size must be at least 1, not {world_size}")
+    places = places or [_loopback()] * world_size
     ranks: list[_Rank] = []
     with tempfile.TemporaryDirectory(prefix="topreduce-") as folder:
         try:
             with _interrupts_held_back():
-                for rank in range(world_size):
-                    ranks.append(_Rank(rank, world_size, Path(folder), body, options))
+                for rank, place in zip(range(world_size), places, strict=True):
+                    ranks.append(_Rank(rank, world_size, place, Path(folder), body, options))
             _listen(ranks, on_report)
         finally:
             for one in ranks:
@@ -90,7 +96,13 @@ class _Rank:
     """A rank's process, and what was heard of it."""
 
     def __init__(
-        self, rank: int, world_size: int, folder: Path, body: Body[Any, Any, Any], options: Any
+        self,
+        rank: int,
+        world_size: int,
+        place: Place,
+        folder: Path,
+        body: Body[Any, Any, Any],
+        options: Any,
     ) -> None:
         self.rank = rank
         self.talks = True
@@ -102,7 +114,7 @@ class _Rank:
         self.pipe, sender = spawn.Pipe(duplex=False)
         self._process = spawn.Process(
             target=_run,
-            args=(rank, world_size, folder, self._output, sender, body, options),
+            args=(rank, world_size, place, folder, self._output, sender, body, options),
             name=f"topreduce-rank-{rank}",
             daemon=True,
         )
@@ -168,6 +180,11 @@ def _listen(ranks: Sequence[_Rank], on_report: Callable[[Any], None]) -> None:
         raise RankError(one.rank, f"returned but did not end within {SECONDS_TO_END:.0f} s")
 
 
+def _loopback() -> Place:
+    names = {name for _, name in socket.if_nameindex()}
+    return Place(interface="lo" if "lo" in names else "lo0")
+
+
 @contextlib.contextmanager
 def _interrupts_held_back() -> Iterator[None]:
     # Children inherit the blocked signal: Ctrl-C reaches this process alone, which ends them.
@@ -185,6 +202,7 @@ def _interrupts_held_back() -> Iterator[None]:
 def _run(
     rank: int,
     world_size: int,
+    place: Place,
     folder: Path,
     output: Path,
     pipe: connection.Connection[Any, Any],
@@ -193,9 +211,10 @@ def _run(
 ) -> None:
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     _redirect_output(output)
-    if loopback := {"lo", "lo0"}.intersection(name for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())
+    os.environ["GLOO_SOCKET_IFNAME"] = place.interface
     try:
+        if place.namespace is not None:
+            enter(place.namespace)  # before any thread that opens connections
         # A file instead of a port: no two launches can meet.
         dist.init_process_group(
             "gloo",

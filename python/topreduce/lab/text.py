@@ -38,7 +38,7 @@ class Text:
         self, batch: int, context: int, *, seed: int, rank: int, step: int
     ) -> tuple[Tensor, Tensor]:
         """Draw inputs and targets, one character apart; the same three keys draw the same batch."""
-        generator = torch.Generator().manual_seed(_mix(seed, rank, step))
+        generator = torch.Generator().manual_seed(mix_keys(seed, rank, step))
         last = len(self.training) - context - 1
         starts = torch.randint(last + 1, (batch,), generator=generator)
         return _windows(self.training, starts, context)
@@ -70,7 +70,7 @@ def _windows(ids: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def _mix(*keys: int) -> int:
-    # Neighbouring keys must give unrelated streams; a torch generator does not see to that.
+def mix_keys(*keys: int) -> int:
+    """A seed; neighbouring keys give unrelated ones, which torch generators need."""
     digest = hashlib.blake2b(repr(keys).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

@@ -1,160 +1,234 @@
-"""One rank's training: DDP over the group that exists, with or without topreduce."""
+"""Training to the same loss, or for the same time: loss against seconds and bytes."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+import torch.distributed as dist
 
-from topreduce.lab.gpt import GPT, preset
-from topreduce.lab.text import Text, load_text
+from topreduce.lab.methods import Method
+from topreduce.lab.models import Workload
+from topreduce.lab.race import RaceRow
+from topreduce.lab.trainer import Step, Trainer
 
-VALIDATION_BATCHES = 4
-VALIDATION_BATCH = 64
-STEPS_IN_PROGRESS_LOSS = 20
-PLAIN_DDP = "ddp"
+REFERENCE = "dense"
+_RECENT = 20  # steps whose mean loss is shown
+_LAST_SHARE = 0.1  # of the learning rate, at the end of a cosine
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What to train and how; the same on all ranks."""
+    """What to train; the same on all ranks."""
 
-    method: str = PLAIN_DDP  # a method of topreduce, or "ddp": plain DDP without it
-    attach: dict[str, Any] = field(default_factory=dict)  # further arguments of attach()
-    model: str = "gpt:0.6m"
-    context: int | None = None  # None: the model's own
-    batch: int = 4  # sequences per rank and step
-    steps: int = 600
-    learning_rate: float = 3e-3
-    schedule: Literal["cosine", "constant"] = "cosine"
-    sample: int = 0  # characters that rank 0 writes after the training
-    seed: int = 0
+    workload: Workload
+    methods: Sequence[Method]
+    seeds: int = 1
+    steps: int = 300
+    seconds: float | None = None  # train each method for this long, whatever steps that gives
+    target_loss: float | None = None  # stop here; None: the loss that dense ends with, if it runs
+    patience: float = 3.0  # methods that have not reached it after so many times the steps give up
+    evaluate_every: int = 20
+    optimizer: str | None = None
+    learning_rate: float | None = None
+    schedule: Literal["constant", "cosine"] = "constant"  # of the learning rate
+    sample: int = 0  # characters that the model writes in the end
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Progress:
-    """What rank 0 reports after a step."""
+    """What rank 0 reports now and then."""
 
-    method: str
-    step: int  # steps done
-    loss: float  # mean over rank 0's last batches
+    label: str
+    seed: int
+    step: int
+    share: float  # of the work, as far as known
+    loss: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss on data kept back, after so many steps."""
+
+    step: int
+    seconds: float
+    bytes_sent: float
+    loss: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """What a training cost this rank and what came out; lists have one number per step."""
+class TrainRun:
+    """One training: lists have one number for each step."""
 
-    method: str
+    label: str
+    spec: str
+    seed: int
     parameters: int
-    validation_loss: float
-    losses: list[float]
-    bytes_sent: list[int]
-    bytes_are: Literal["counted", "computed for a ring"]
-    step_seconds: list[float]
-    sample: str
+    seconds: list[float]
+    bytes_sent: list[float]  # at the interface; of rank 0
+    losses: list[float]  # on rank 0's batches
+    density: list[float]  # the following three are empty unless the method is ours
+    kept_energy: list[float]
+    owed_norm: list[float]
+    evaluations: list[Evaluation]
+    sample: str = ""
+
+    @property
+    def final_loss(self) -> float:
+        return self.evaluations[-1].loss
+
+    def reached(self, loss: float) -> Evaluation | None:
+        """The first evaluation with this loss or a lower one."""
+        return next((each for each in self.evaluations if each.loss <= loss), None)
 
 
 def train_rank(
     rank: int, world_size: int, options: TrainOptions, report: Callable[[Progress], None]
-) -> TrainResult:
-    """Train this rank's replica in the default process group."""
+) -> list[TrainRun]:
+    """Every method with every seed, one after the other in the same processes."""
     torch.set_num_threads(1)
-    text = load_text()
-    config = preset(options.model, context=options.context, vocabulary=len(text.characters))
-    model = GPT(config, seed=options.seed)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    ddp = DistributedDataParallel(model)
-    sync = _attach(ddp, options)
-    optimizer = torch.optim.AdamW(
-        ddp.parameters(), lr=0.0, betas=(0.9, 0.99), weight_decay=0.1, fused=True
-    )
+    runs = []
+    for seed in range(options.workload.seed, options.workload.seed + options.seeds):
+        target = options.target_loss
+        for method in _reference_first(options.methods):
+            training = _Training(rank, options, method, seed, target, report)
+            runs.append(training.run())
+            if method.spec == REFERENCE and options.target_loss is None:
+                target = runs[-1].final_loss
+    return runs
 
-    losses: list[float] = []
-    bytes_sent: list[int] = []
-    step_seconds: list[float] = []
-    for step in range(options.steps):
-        started = time.perf_counter()
-        inputs, targets = text.training_batch(
-            options.batch, config.context, seed=options.seed, rank=rank, step=step
+
+def _reference_first(methods: Sequence[Method]) -> list[Method]:
+    return sorted(methods, key=lambda method: method.spec != REFERENCE)
+
+
+class _Training:
+    """One method with one seed."""
+
+    def __init__(
+        self,
+        rank: int,
+        options: TrainOptions,
+        method: Method,
+        seed: int,
+        target: float | None,
+        report: Callable[[Progress], None],
+    ) -> None:
+        self._rank = rank
+        self._options = options
+        self._method = method
+        self._seed = seed
+        self._target = target
+        self._report = report
+        workload = dataclasses.replace(options.workload, seed=seed)
+        self._trainer = Trainer(rank, workload, method, options.optimizer, options.learning_rate)
+        self._steps: list[Step] = []
+        self._evaluations: list[Evaluation] = []
+        self._share = 0.0  # of the training that is done; the same on all ranks
+        self._next_look = 1
+        self._spent = 0.0
+        self._sent = 0.0
+
+    def run(self) -> TrainRun:
+        self._evaluate()
+        while self._share < 1:
+            rate = 1.0
+            if self._options.schedule == "cosine":
+                rate = _LAST_SHARE + (1 - _LAST_SHARE) * (1 + math.cos(math.pi * self._share)) / 2
+            step = self._trainer.step(rate)
+            self._steps.append(step)
+            self._spent += step.end - step.start
+            self._sent += step.bytes_sent
+            self._look_at_the_clock()
+            if len(self._steps) % self._options.evaluate_every == 0 or self._share >= 1:
+                self._evaluate()
+        sample = ""
+        if self._rank == 0:
+            sample = self._trainer.task.sample(self._options.sample)
+        self._trainer.close()
+        model = self._trainer.task.model
+        stats = [step.stats for step in self._steps if step.stats]
+        return TrainRun(
+            label=self._method.label,
+            spec=self._method.spec,
+            seed=self._seed,
+            parameters=sum(each.numel() for each in model.parameters()),
+            seconds=[step.end - step.start for step in self._steps],
+            bytes_sent=[step.bytes_sent for step in self._steps],
+            losses=[step.loss for step in self._steps],
+            density=[each["selected"] / max(1, each["entries"]) for each in stats],
+            kept_energy=[each["kept_energy"] for each in stats],
+            owed_norm=[each["owed_norm"] for each in stats],
+            evaluations=self._evaluations,
+            sample=sample,
         )
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(options, step)
-        optimizer.zero_grad()
-        loss = next_id_loss(ddp, inputs, targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-        optimizer.step()
-        step_seconds.append(time.perf_counter() - started)
-        losses.append(loss.item())
-        bytes_sent.append(
-            ring_bytes(parameters, world_size) if sync is None else sync.stats()["bytes_sent"]
+
+    def _look_at_the_clock(self) -> None:
+        """How much is done? Where time decides, rank 0 tells the others about once a second."""
+        done, options = len(self._steps), self._options
+        if options.seconds is None:
+            reaching = self._target is not None and self._method.spec != REFERENCE
+            self._share = done / (options.steps * (options.patience if reaching else 1))
+        elif done >= self._next_look:
+            steps_per_second = done / max(self._spent, 1e-3)
+            word = torch.tensor([self._spent / options.seconds, max(1.0, steps_per_second)])
+            dist.broadcast(word, 0)
+            self._share, self._next_look = float(word[0]), done + int(word[1])
+        if self._rank == 0:
+            recent = [step.loss for step in self._steps[-_RECENT:]]
+            loss = sum(recent) / len(recent)
+            self._report(Progress(self._method.label, self._seed, done, self._share, loss))
+
+    def _evaluate(self) -> None:
+        """Outside of the clock: neither its seconds nor its bytes count."""
+        loss = self._trainer.validation_loss()
+        self._evaluations.append(
+            Evaluation(
+                step=len(self._steps),
+                seconds=self._spent,
+                bytes_sent=self._sent,
+                loss=loss,
+            )
         )
-        if rank == 0:
-            recent = losses[-STEPS_IN_PROGRESS_LOSS:]
-            mean = sum(recent) / len(recent)
-            report(Progress(method=options.method, step=step + 1, loss=mean))
-    if sync is not None:
-        sync.detach()
-
-    return TrainResult(
-        method=options.method,
-        parameters=parameters,
-        validation_loss=validation_loss(model, text),
-        losses=losses,
-        bytes_sent=bytes_sent,
-        bytes_are="computed for a ring" if sync is None else "counted",
-        step_seconds=step_seconds,
-        sample=text.decode(model.generate(options.sample, options.seed)) if rank == 0 else "",
-    )
+        if self._target is not None and loss <= self._target:
+            self._share = 1.0
 
 
-def train_each(
-    rank: int,
-    world_size: int,
-    runs: Sequence[TrainOptions],
-    report: Callable[[Progress], None],
-) -> list[TrainResult]:
-    """Train once for each of `runs` in the same processes, as starting them takes seconds."""
-    return [train_rank(rank, world_size, options, report) for options in runs]
+# ---- the clock of a race ---------------------------------------------------------------------
 
 
-def learning_rate(options: TrainOptions, step: int) -> float:
-    """Rise over the first steps, then stay or fall along a cosine to a tenth."""
-    rise = min(1.0, (step + 1) / max(1, min(20, options.steps // 10)))
-    if options.schedule == "constant":
-        return options.learning_rate * rise
-    fall = 0.55 + 0.45 * math.cos(math.pi * step / options.steps)
-    return options.learning_rate * rise * fall
+def on_the_clock_of(rows: Sequence[RaceRow], runs: Sequence[TrainRun]) -> list[TrainRun]:
+    """Trainings without a limit, with the step times that a race measured under it.
+
+    A step of a training may send more than the method's step in the race, during a ramp for
+    instance: its time is then that of the race plus its share of the way to dense.
+    """
+    by_spec = {row.spec: row for row in rows}
+    idle, dense = by_spec["noop"], by_spec[REFERENCE]
+    clocked = []
+    for run in runs:
+        own = by_spec.get(run.spec, idle)
+        seconds = [_step_seconds(sent, own, dense) for sent in run.bytes_sent]
+        clocked.append(
+            dataclasses.replace(
+                run,
+                seconds=seconds,
+                evaluations=[
+                    dataclasses.replace(each, seconds=sum(seconds[: each.step]))
+                    for each in run.evaluations
+                ],
+            )
+        )
+    return clocked
 
 
-def next_id_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy of the next id, in nats."""
-    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-
-
-@torch.no_grad()
-def validation_loss(model: GPT, text: Text) -> float:
-    """Loss over the same windows for every model and rank."""
-    batches = text.validation_batches(VALIDATION_BATCHES, VALIDATION_BATCH, model.config.context)
-    losses = [next_id_loss(model, inputs, targets).item() for inputs, targets in batches]
-    return sum(losses) / len(losses)
-
-
-def ring_bytes(entries: int, world_size: int) -> int:
-    """Bytes that a rank sends when a ring averages `entries` floats of 32 bits."""
-    return round(2 * (world_size - 1) / world_size * 4 * entries)
-
-
-def _attach(ddp: DistributedDataParallel, options: TrainOptions) -> Any:
-    if options.method == PLAIN_DDP:
-        return None
-    import topreduce.torch  # plain DDP must run without the extension
-
-    return topreduce.torch.attach(ddp, options.method, seed=options.seed, **options.attach)
+def _step_seconds(sent: float, own: RaceRow, dense: RaceRow) -> float:
+    way = dense.mean_bytes - own.mean_bytes
+    if sent <= own.mean_bytes or way <= 0:
+        return own.median
+    share = (sent - own.mean_bytes) / way
+    return own.median + share * max(0.0, dense.median - own.median)

@@ -1,0 +1,185 @@
+"""The emulated cluster: rates, limits, the self-test, and that nothing is left behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from topreduce.lab import cluster as emulated
+from topreduce.lab.cluster import Host, cluster, obstacle, parse_rates, rate_words
+from topreduce.lab.launch import RankError, launch
+from topreduce.lab.namespaces import ClusterError, bytes_through
+from topreduce.lab.selftest import LinkCheck, check_links, refuse_if_off
+
+needs_cluster = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+
+
+def interfaces() -> set[str]:
+    return {name for _, name in socket.if_nameindex()}
+
+
+def assert_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "processes are left behind"
+        time.sleep(0.05)
+
+
+# ---- rates ----------------------------------------------------------------------------------
+
+
+def test_rates_are_read() -> None:
+    assert parse_rates("100mbit", 2) == [1e8, 1e8]
+    assert parse_rates("none", 3) == [None] * 3
+    assert parse_rates("1gbit, 2.5mbit,none", 3) == [1e9, 2.5e6, None]
+
+
+@pytest.mark.parametrize("wrong", ["fast", "100", "0mbit", "1mbit,1mbit", "", "-1mbit"])
+def test_wrong_rates_are_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match="rate"):
+        parse_rates(wrong, 3)
+
+
+def test_rates_in_words() -> None:
+    assert [rate_words(rate) for rate in (None, 1e9, 2.5e6, 500.0)] == [
+        "unlimited",
+        "1 Gb/s",
+        "2.5 Mb/s",
+        "0.5 kb/s",
+    ]
+
+
+# ---- the self-test --------------------------------------------------------------------------
+
+
+def check(measured: float, small_seconds: float) -> LinkCheck:
+    return LinkCheck(0, 1, 1e8, measured, 240_000, small_seconds, 0.02)
+
+
+def test_a_link_may_be_a_tenth_off() -> None:
+    refuse_if_off([check(0.92e8, 0.0215), check(1.08e8, 0.0185)])
+    refuse_if_off([LinkCheck(0, 1, None, 5e9, 100_000, 1e-4, None)])
+
+
+@pytest.mark.parametrize(
+    ("measured", "small", "words"),
+    [(0.8e8, 0.02, "bulk"), (1.2e8, 0.02, "bulk"), (1e8, 0.015, "240 kB"), (1e8, 0.03, "240 kB")],
+)
+def test_a_link_that_is_off_stops_everything(measured: float, small: float, words: str) -> None:
+    with pytest.raises(ClusterError, match=f"10%.*\n.*host 0 to host 1: .*{words}"):
+        refuse_if_off([check(1e8, 0.02), check(measured, small)])
+
+
+@needs_cluster
+def test_a_bucket_that_is_too_large_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulated, "_limit", lambda rate: "rate 20mbit burst 40000 limit 300000")
+    with cluster([20e6, 20e6]) as hosts:
+        checks = check_links(hosts)
+    with pytest.raises(ClusterError, match="kB took"):
+        refuse_if_off(checks)
+
+
+# ---- the network ----------------------------------------------------------------------------
+
+
+@needs_cluster
+def test_links_are_never_faster_than_asked_for() -> None:
+    with cluster([None, 8e6, 4e6]) as hosts:
+        speeds = [each.measured for each in check_links(hosts)]
+    assert speeds[0] < 1.1 * 8e6, "the way down to host 1"
+    assert speeds[1] < 1.1 * 4e6, "the way up of host 1, and down to host 2"
+    assert speeds[2] < 1.1 * 4e6, "the way up of host 2"
+
+
+@needs_cluster
+def test_the_machines_own_interfaces_are_not_touched() -> None:
+    before = interfaces()
+    with cluster([None, 1e8]) as hosts:
+        assert interfaces() == before
+        assert hosts[0].namespace.run(interfaces) == {"lo", "eth0"}
+        pids = [host.namespace.pid for host in hosts]
+    assert interfaces() == before
+    assert_gone(pids)
+
+
+@needs_cluster
+def test_a_delay_works_or_is_refused_in_words() -> None:
+    words = ""
+    try:
+        with cluster([None, 1e8], delay=0.02) as hosts:
+            assert all(each.small_seconds > 0.02 for each in check_links(hosts, 0.02))
+    except ClusterError as error:
+        words = str(error)
+    assert not words or "modprobe sch_netem" in words
+
+
+@needs_cluster
+def test_an_error_takes_the_hosts_away() -> None:
+    made: list[Host] = []
+
+    def fail() -> None:
+        with cluster([1e8] * 3) as hosts:
+            made.extend(hosts)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert_gone([host.namespace.pid for host in made])
+
+
+KILLED = """
+import time
+from topreduce.lab.cluster import cluster
+with cluster([1e8, 1e8]) as hosts:
+    print(*[host.namespace.pid for host in hosts], flush=True)
+    time.sleep(300)
+"""
+
+
+@needs_cluster
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_hosts_end_with_the_process_that_made_them(how: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    pids = [int(word) for word in process.stdout.readline().split()]
+    assert len(pids) == 2
+    process.send_signal(how)
+    process.wait(60)
+    process.stdout.close()
+    assert_gone(pids)
+
+
+# ---- ranks on hosts -------------------------------------------------------------------------
+
+
+def add_up(
+    rank: int, world_size: int, how: str, report: Callable[[int], None]
+) -> tuple[float, int]:
+    numbers = torch.full((250_000,), float(rank + 1))
+    dist.all_reduce(numbers)
+    if how == "die" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    return numbers[0].item(), bytes_through("eth0")[0]
+
+
+@needs_cluster
+def test_ranks_talk_over_their_hosts_interfaces() -> None:
+    with cluster([None, None]) as hosts:
+        places = [host.place for host in hosts]
+        results = launch(add_up, 2, "well", places=places)
+        assert [sum_ for sum_, _ in results] == [3.0, 3.0]
+        assert all(1_000_000 < sent < 2_000_000 for _, sent in results), "a ring sends 1 MB"
+        with pytest.raises(RankError, match="SIGKILL"):
+            launch(add_up, 2, "die", places=places)
+    assert_gone([host.namespace.pid for host in hosts])

@@ -1,0 +1,175 @@
+"""`topreduce lab` and the demo from the command line, with tiny models."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from topreduce.__main__ import main
+from topreduce.lab import demo
+from topreduce.lab.cluster import obstacle
+
+TINY = ["--model", "gpt:0.6m", "--batch", "1", "--context", "8"]
+needs_cluster = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+
+
+def lab(*words: str) -> int:
+    return main(["lab", *words])
+
+
+@needs_cluster
+def test_a_race_without_root(tmp_path: Path) -> None:
+    """The inner user namespace makes us an ordinary user, who then makes one of his own."""
+    ordinary = ["unshare", "--user", "--map-user=1000", "--map-group=1000", "--"]
+    methods = "noop,dense,powersgd:1,topk:density=0.02,values=bf16"
+    race = f"lab race --hosts 2 --rate none --rounds 2 --turn 1 --methods {methods}"
+    command = [sys.executable, "-m", "topreduce", *race.split(), *TINY, "--out", str(tmp_path)]
+    assert subprocess.run([*ordinary, "id", "-u"], capture_output=True).stdout == b"1000\n"
+    done = subprocess.run([*ordinary, *command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert all(each.isprintable() or each == "\n" for each in done.stdout)
+
+    results = json.loads((tmp_path / "results.json").read_text())
+    rows = {row["label"]: row for row in results["race"]}
+    labels = ["noop", "noop (A/A)", "dense", "powersgd:1", "topk:density=0.02,values=bf16"]
+    assert list(rows) == labels
+    for label, row in rows.items():
+        assert label.split(",")[0] in done.stdout
+        assert len(row["seconds"]) == len(row["bytes_sent"]) == len(row["losses"]) == 2
+        assert min(row["seconds"]) > 0
+    dense, ours = (rows[label]["bytes_sent"][0] for label in ("dense", labels[-1]))
+    entries = rows["dense"]["parameters"]
+    assert 4 * entries < dense < 4.5 * entries, "two ranks send one copy each, and headers"
+    assert max(rows["noop"]["bytes_sent"]) < 2000
+    assert 2000 < ours < 0.05 * dense
+    assert rows[labels[-1]]["stages"]["look"] > 0
+    assert "<svg" in (tmp_path / "report.html").read_text()
+
+
+def test_a_training_on_the_clock_of_a_race(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--local --hosts 2 --rounds 1 --steps 4 --evaluate-every 2 --seeds 2 --clock race"
+    methods = "dense,topk:density=0.05,warmup_steps=1,post_local_sgd:2"
+    out = tmp_path / "a.json"
+    code = lab("train", *words.split(), *TINY, "--methods", methods, "--out", str(tmp_path))
+    assert code == 0, capsys.readouterr().err
+    (tmp_path / "results.json").rename(out)
+    results = json.loads(out.read_text())
+    assert [(run["spec"].split(":")[0], run["seed"]) for run in results["runs"]] == [
+        (name, seed) for seed in (0, 1) for name in ("dense", "topk", "post_local_sgd")
+    ]
+    for run in results["runs"]:
+        steps = [each["step"] for each in run["evaluations"]]
+        assert steps[0] == 0 and steps[-1] == len(run["seconds"])
+        if run["spec"] == "dense":
+            assert steps == [0, 2, 4]
+        assert len(run["density"]) == (len(run["losses"]) if "topk" in run["spec"] else 0)
+    sparse = results["runs"][1]
+    assert sparse["density"][0] == 1, "the warm-up"
+    assert sparse["density"][-1] < 0.2
+    assert {row["spec"] for row in results["race"]} == {
+        "noop",
+        "dense",
+        "topk:density=0.05,warmup_steps=1",
+    }
+    printed = capsys.readouterr().out
+    assert "(where dense ended)" in printed
+    assert "Trained without the limit" in printed
+
+    page = tmp_path / "both.html"
+    other = tmp_path / "b.json"
+    other.write_text(out.read_text())
+    assert lab("report", str(out), str(other), "--out", str(page)) == 0
+    assert "a: dense" in page.read_text()
+    assert "b: dense" in page.read_text()
+
+
+def test_the_demo_works_without_a_network_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "obstacle", lambda: "no namespaces today")
+    asked = (
+        f"--hosts 2 --seconds 300ms --methods topk:density=0.02 --model gpt:0.6m --out {tmp_path}"
+    )
+    assert demo.main(asked.split()) == 0
+    printed = capsys.readouterr().out
+    assert "no namespaces today" in printed
+    assert "written by the model trained with topk" in printed
+    assert "noop (A/A)" in printed
+    (run,) = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert sum(run["seconds"]) >= 0.3
+    assert str(tmp_path / "report.html") in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("race --methods tpok", "unknown method 'tpok'"),
+        ("race --rate fast", "100mbit"),
+        ("race --hosts 3 --rate 1mbit,2mbit", "3 hosts"),
+        ("train --seconds 3s --clock race", "--clock real"),
+        ("report nowhere.json", "nowhere.json"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert lab(*words.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["", "race --hosts 0", "race --compute 50", "race --model vgg"])
+def test_wrong_options_are_refused(words: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        lab(*words.split())
+    assert caught.value.code == 2
+
+
+def test_a_report_needs_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "other.json"
+    file.write_text('{"format": 1, "race": [{}]}')
+    assert lab("report", str(file)) == 2
+    assert "not a results.json" in capsys.readouterr().err
+
+
+@needs_cluster
+def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
+    marker = f"TOPREDUCE_TEST={tmp_path.name}-{os.getpid()}"
+    name, _, value = marker.partition("=")
+    words = "lab race --hosts 2 --rate none --rounds 100000 --methods noop,topk"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "topreduce", *words.split(), *TINY, "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, name: value},
+    )
+    deadline = time.monotonic() + 120
+    while len(marked(marker)) < 6:  # the command, a helper of its, three keepers, two ranks
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert b"stopped" in errors
+    assert b"Traceback" not in errors
+    while marked(marker):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def marked(marker: str) -> list[int]:
+    """The processes that have this in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found

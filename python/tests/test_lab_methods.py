@@ -1,0 +1,103 @@
+"""What a race compares: reading the list of methods, and the clock that a race lends."""
+
+import pytest
+
+from topreduce.lab.methods import parse_methods
+from topreduce.lab.race import RaceRow, with_again
+from topreduce.lab.train import Evaluation, TrainRun, on_the_clock_of
+
+
+def specs(words: str) -> list[str]:
+    return [method.spec for method in parse_methods(words)]
+
+
+def test_settings_stay_with_their_method() -> None:
+    words = "noop, dense,powersgd:4,ok_topk:density=0.01,values=bf16,topk,topreduce.dense"
+    assert specs(words) == [
+        "noop",
+        "dense",
+        "powersgd:4",
+        "ok_topk:density=0.01,values=bf16",
+        "topk",
+        "topreduce.dense",
+    ]
+    nested = "topk:density=0.02,select=(carried:gain=0.2),values=bf16"
+    assert specs(f"{nested},noop") == [nested, "noop"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("", "no method"),
+        ("noop,tpok", "tpok.*of PyTorch's own: noop"),
+        ("topk:density=2", "density"),
+        ("noop:3", "takes no settings"),
+        ("powersgd:none", "powersgd:4"),
+        ("noop,noop", "twice"),
+    ],
+)
+def test_what_no_rank_could_run_is_refused(wrong: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_methods(wrong)
+
+
+def test_only_stock_methods_are_not_ours() -> None:
+    ours = {method.spec: method.is_ours for method in parse_methods("dense,topk,topreduce.dense")}
+    assert ours == {"dense": False, "topk": True, "topreduce.dense": True}
+
+
+def test_a_race_measures_the_steady_step() -> None:
+    words = "topk:density=0.02,warmup_steps=5,select=(carried:gain=0.2),ramp_steps=9,seed=1"
+    (method,) = parse_methods(words)
+    assert method.steady().spec == "topk:density=0.02,select=(carried:gain=0.2)"
+    assert parse_methods("topk:ramp_steps=9")[0].steady().spec == "topk"
+    assert parse_methods("powersgd:2")[0].steady().spec == "powersgd:2"
+
+
+def test_the_first_method_runs_again() -> None:
+    methods = with_again(parse_methods("noop,topk"))
+    assert [method.label for method in methods] == ["noop", "noop (A/A)", "topk"]
+    assert [method.spec for method in methods] == ["noop", "noop", "topk"]
+
+
+# ---- the clock of a race ----------------------------------------------------------------------
+
+
+def row(spec: str, seconds: float, sent: float) -> RaceRow:
+    return RaceRow(
+        label=spec,
+        spec=spec,
+        parameters=10,
+        seconds=[seconds],
+        bytes_sent=[sent],
+        losses=[1.0],
+        stages={},
+        stats={},
+    )
+
+
+def run(spec: str, sent: list[float]) -> TrainRun:
+    return TrainRun(
+        label=spec,
+        spec=spec,
+        seed=0,
+        parameters=10,
+        seconds=[9.0] * len(sent),
+        bytes_sent=sent,
+        losses=[1.0] * len(sent),
+        density=[],
+        kept_energy=[],
+        owed_norm=[],
+        evaluations=[Evaluation(0, 0.0, 0.0, 2.0), Evaluation(2, 18.0, sum(sent[:2]), 1.0)],
+    )
+
+
+def test_the_clock_of_a_race_goes_by_bytes() -> None:
+    rows = [row("noop", 1.0, 0.0), row("dense", 11.0, 100.0), row("topk", 2.0, 10.0)]
+    trained = [run("topk", [10.0, 55.0, 100.0, 5.0]), run("post_local_sgd:2", [0.0, 100.0])]
+    sparse, local = on_the_clock_of(rows, trained)
+    assert sparse.seconds == pytest.approx([2.0, 6.5, 11.0, 2.0])
+    assert [each.seconds for each in sparse.evaluations] == pytest.approx([0.0, 8.5])
+    assert local.seconds == pytest.approx([1.0, 11.0]), "not in the race: between noop and dense"
+    assert sparse.reached(1.5) == sparse.evaluations[1]
+    assert sparse.reached(0.5) is None

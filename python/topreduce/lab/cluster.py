@@ -1,0 +1,183 @@
+"""An emulated cluster: hosts as network namespaces on a bridge, each link as slow as asked for.
+
+host 0  eth0 --tbf--> \\                 every host has a link of its own, limited both ways:
+        eth0 <--tbf--  \\  bridge        at its end on the way up, at the bridge's on the way
+host 1  eth0 --tbf-->  /  in a          down; the bridge is in a namespace too, so that the
+        eth0 <--tbf-- /   hub            machine's own interfaces are never touched
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from topreduce.lab.namespaces import TOOLS, ClusterError, Namespace, tool
+
+Rate = float | None  # bits per second; None: as fast as the machine
+
+INTERFACE = "eth0"
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_BUCKET_SECONDS = 1e-3  # smaller starves fast links, larger lets small messages through for free
+_QUEUE_SECONDS = 50e-3
+_LONGEST_FRAME = 1600  # bytes
+_INSIDE = "TOPREDUCE_LAB_USER_NAMESPACE"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: a namespace, or this machine's own if None, and its interface."""
+
+    namespace: str | None = None
+    interface: str = "lo"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host of the cluster, and the rate of its link."""
+
+    namespace: Namespace
+    address: str
+    rate: Rate
+
+    @property
+    def place(self) -> Place:
+        return Place(self.namespace.path, INTERFACE)
+
+
+@contextlib.contextmanager
+def cluster(rates: Sequence[Rate], delay: float = 0.0) -> Iterator[list[Host]]:
+    """Hosts with links of these rates; `delay`: seconds from any host to any other.
+
+    ClusterError if the machine does not allow it; `obstacle` tells beforehand.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def namespace() -> Namespace:
+            made = Namespace()
+            stack.callback(made.close)
+            return made
+
+        hub = namespace()
+        hub.configure("ip", ["link set lo up", "link add bridge type bridge", "link set bridge up"])
+        hosts = []
+        for number, rate in enumerate(rates):
+            host = Host(namespace(), f"10.77.0.{number + 1}", rate)
+            _connect(hub, host, f"port{number}", delay)
+            hosts.append(host)
+        yield hosts
+
+
+def _connect(hub: Namespace, host: Host, port: str, delay: float) -> None:
+    hub.configure(
+        "ip",
+        [
+            f"link add {port} type veth peer name {INTERFACE} netns {host.namespace.pid}",
+            f"link set {port} master bridge addrgenmode none up",
+        ],
+    )
+    host.namespace.configure(
+        "ip",
+        [
+            "link set lo up",
+            f"link set {INTERFACE} addrgenmode none up",
+            f"address add {host.address}/24 dev {INTERFACE}",
+        ],
+    )
+    up, down = INTERFACE, port
+    if host.rate is not None:
+        limit = f"root handle 1: tbf {_limit(host.rate)}"
+        host.namespace.configure("tc", [f"qdisc add dev {up} {limit}"])
+        hub.configure("tc", [f"qdisc add dev {down} {limit}"])
+    if delay:
+        parent = "root" if host.rate is None else "parent 1:1"
+        wait = f"netem delay {delay * 1e6:.0f}us limit 100000"
+        try:
+            host.namespace.configure("tc", [f"qdisc add dev {up} {parent} {wait}"])
+        except ClusterError as error:
+            raise ClusterError(
+                f"this kernel has no netem, which a delay needs (modprobe sch_netem): {error}"
+            ) from None
+
+
+def bucket_bytes(rate: float) -> float:
+    """What tbf lets through at once: its bucket holds one frame at least."""
+    return max(_LONGEST_FRAME, rate / 8 * _BUCKET_SECONDS)
+
+
+def _limit(rate: float) -> str:
+    queue = max(64 * _LONGEST_FRAME, rate / 8 * _QUEUE_SECONDS)
+    return f"rate {rate:.0f}bit burst {bucket_bytes(rate):.0f} limit {queue:.0f}"
+
+
+# ---- rates in words -------------------------------------------------------------------------
+
+
+def parse_rates(words: str, hosts: int) -> list[Rate]:
+    """One rate for all hosts, or one for each: "100mbit", "none", "1gbit,1gbit,10mbit"."""
+    rates = [_parse_rate(word.strip()) for word in words.split(",")]
+    if len(rates) == 1:
+        return rates * hosts
+    if len(rates) != hosts:
+        raise ValueError(f"rate {words!r}: give one rate, or one for each of the {hosts} hosts")
+    return rates
+
+
+def _parse_rate(word: str) -> Rate:
+    if word == "none":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", word)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"rate {word!r}: write it as 500kbit, 100mbit, 1gbit or none")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def rate_words(rate: Rate) -> str:
+    """A rate for people."""
+    if rate is None:
+        return "unlimited"
+    unit, factor = next(
+        (unit, factor)
+        for unit, factor in (("Gb/s", 1e9), ("Mb/s", 1e6), ("kb/s", 1e3))
+        if rate >= factor or unit == "kb/s"
+    )
+    return f"{rate / factor:g} {unit}"
+
+
+# ---- may we? --------------------------------------------------------------------------------
+
+
+def obstacle() -> str | None:
+    """Why this machine lets us build no cluster, in words; None if it does."""
+    if not sys.platform.startswith("linux"):
+        return "network namespaces need Linux"
+    try:
+        for name in TOOLS:
+            tool(name)
+        Namespace().close()
+    except ClusterError as error:
+        return str(error)
+    return None
+
+
+def become_root(module: str, arguments: Sequence[str]) -> None:
+    """Without root: starts this program again in a user namespace, where we are root of our own.
+
+    Returns if we have what we need already, or if the machine does not allow it.
+    """
+    if os.geteuid() == 0 or os.environ.get(_INSIDE) or not sys.platform.startswith("linux"):
+        return
+    try:
+        unshare = tool("unshare")
+    except ClusterError:
+        return
+    command = [unshare, "--user", "--map-root-user", "--"]
+    if subprocess.run([*command, "true"], capture_output=True).returncode:
+        return
+    os.environ[_INSIDE] = "yes"
+    sys.stdout.flush()
+    os.execv(unshare, [*command, sys.executable, "-m", module, *arguments])

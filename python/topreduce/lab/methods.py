@@ -1,0 +1,174 @@
+"""The methods that a race compares: what PyTorch has today, and ours by their spec strings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+
+import topreduce.torch
+from topreduce import Layout, Reducer
+
+OURS = "topreduce."  # "topreduce.dense" is our dense, "dense" is DDP's own all-reduce
+STEPS_BEFORE_POWERSGD = 2  # it refuses to begin earlier
+LOCAL_SGD_WARMUP = 10
+_SCHEDULE = ("warmup_steps", "ramp_steps", "seed")
+
+
+class Attached:
+    """A DDP model with the method at work."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.ddp = ddp
+        self.sync: topreduce.torch.Sync | None = None
+        self.averager: PeriodicModelAverager | None = None
+
+    def after_step(self) -> None:
+        """To be called after the optimizer."""
+        if self.averager is not None:
+            self.averager.average_parameters(self.ddp.parameters())
+
+    def stats(self) -> dict[str, Any]:
+        """Of the last step; empty unless the method is ours."""
+        return self.sync.stats() if self.sync is not None else {}
+
+    def close(self) -> None:
+        if self.sync is not None:
+            self.sync.detach()
+
+
+@dataclass(frozen=True)
+class Method:
+    """A name for the table, and what it stands for."""
+
+    label: str
+    spec: str
+
+    @property
+    def is_ours(self) -> bool:
+        return self.spec.partition(":")[0] not in STOCK
+
+    def steady(self) -> Method:
+        """Without the steps that a training begins with, which send more."""
+        if not self.is_ours:
+            return self
+        return Method(self.label, _take_schedule(self.spec)[0])
+
+    def attach(self, model: nn.Module, seed: int) -> Attached:
+        """Wraps the model in DDP. Collective."""
+        name, _, argument = self.spec.partition(":")
+        if not self.is_ours:
+            # PowerSGD sends from callbacks, whose order differs by rank: it can have one bucket.
+            bucket_cap_mb = 1 << 20 if name == "powersgd" else None
+            attached = Attached(DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb))
+            STOCK[name](attached, argument)
+            return attached
+        attached = Attached(DistributedDataParallel(model))
+        spec, schedule = _take_schedule(self.spec.removeprefix(OURS))
+        attached.sync = topreduce.torch.attach(attached.ddp, spec, **{"seed": seed, **schedule})
+        return attached
+
+
+# ---- what PyTorch has -----------------------------------------------------------------------
+
+
+def _hook(hook: Any) -> Callable[[Attached, str], None]:
+    def register(attached: Attached, argument: str) -> None:
+        attached.ddp.register_comm_hook(None, hook)
+
+    return register
+
+
+def _powersgd(attached: Attached, argument: str) -> None:
+    state = powerSGD_hook.PowerSGDState(
+        process_group=None,
+        matrix_approximation_rank=int(argument or 1),
+        start_powerSGD_iter=STEPS_BEFORE_POWERSGD,
+    )
+    attached.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def _post_local_sgd(attached: Attached, argument: str) -> None:
+    state = post_localSGD_hook.PostLocalSGDState(  # type: ignore[no-untyped-call]
+        process_group=None,
+        subgroup=None,
+        start_localSGD_iter=LOCAL_SGD_WARMUP,
+        post_local_gradient_allreduce=False,
+    )
+    attached.ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    attached.averager = PeriodicModelAverager(
+        period=int(argument or 10), warmup_steps=LOCAL_SGD_WARMUP
+    )
+
+
+STOCK: dict[str, Callable[[Attached, str], None]] = {
+    "noop": _hook(debugging_hooks.noop_hook),
+    "dense": _hook(default_hooks.allreduce_hook),
+    "fp16": _hook(default_hooks.fp16_compress_hook),
+    "bf16": _hook(default_hooks.bf16_compress_hook),
+    "powersgd": _powersgd,
+    "post_local_sgd": _post_local_sgd,
+}
+_WITH_NUMBER = ("powersgd", "post_local_sgd")
+
+
+# ---- reading the command line ---------------------------------------------------------------
+
+
+def parse_methods(words: str) -> list[Method]:
+    """Methods from "noop,dense,powersgd:4,ok_topk:density=0.01,values=bf16".
+
+    ValueError, with what is known, for one that no rank could run.
+    """
+    specs: list[str] = []
+    for piece in words.split(","):
+        piece = piece.strip()
+        if specs and re.match(r"[^:(]*=", piece):  # a further setting of the method before it
+            specs[-1] += f",{piece}"
+        elif piece:
+            specs.append(piece)
+    if not specs:
+        raise ValueError("no method is given")
+    for spec in specs:
+        _check(spec)
+    if len(set(specs)) < len(specs):
+        raise ValueError(f"a method stands twice in {words!r}; the A/A row is added by itself")
+    return [Method(spec, spec) for spec in specs]
+
+
+def _check(spec: str) -> None:
+    name, _, argument = spec.partition(":")
+    if name not in STOCK:
+        try:
+            Reducer(Layout([("weight", [8, 8])]), spec.removeprefix(OURS))
+        except ValueError as error:
+            raise ValueError(f"{error}; of PyTorch's own: {', '.join(STOCK)}") from None
+    elif argument and name not in _WITH_NUMBER:
+        raise ValueError(f"method {spec!r}: {name} takes no settings")
+    elif argument and not re.fullmatch("[1-9][0-9]*", argument):
+        raise ValueError(f"method {spec!r}: write it as {name}:4")
+
+
+def _take_schedule(spec: str) -> tuple[str, dict[str, Any]]:
+    """The spec without warm-up, ramp and seed, and those: attach() takes them as arguments."""
+    name, colon, settings = spec.partition(":")
+    kept, schedule, depth = [], {}, 0
+    for piece in settings.split(","):
+        key, _, value = piece.partition("=")
+        if depth == 0 and key in _SCHEDULE:
+            schedule[key] = int(value)
+        else:
+            kept.append(piece)
+        depth += piece.count("(") - piece.count(")")
+    return name + (colon + ",".join(kept) if any(kept) else ""), schedule

@@ -1,0 +1,225 @@
+"""What is trained in the lab: a model, its data, its loss; all of it on one machine."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from topreduce.lab.digits import load_digits
+from topreduce.lab.gpt import GPT, PRESETS, preset
+from topreduce.lab.resnet import ResNet
+from topreduce.lab.text import Text, load_text
+
+MODELS = (*PRESETS, "lstm", "resnet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What every rank computes in a step."""
+
+    model: str = "gpt:1m"
+    batch: int = 4  # examples per rank
+    context: int = 64  # characters per example, where the data is text
+    compute: float | None = None  # seconds to wait instead of computing
+    seed: int = 0
+
+
+class Task(Protocol):
+    """A model with its data."""
+
+    model: nn.Module
+    learning_rate: float
+    optimizer: str  # what suits it: "adamw" or "sgd"
+
+    def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
+        """Of `model`, which may be this one wrapped in DDP, on the batch of this rank and step."""
+
+    def validation_loss(self, part: int, parts: int) -> float:
+        """Over one of several equal parts of the data that is kept back."""
+
+    def sample(self, size: int) -> str:
+        """Something that the model writes, if it can write."""
+
+
+def make_task(workload: Workload) -> Task:
+    """The same weights and data wherever the workload is the same."""
+    if workload.compute is not None:
+        return _Waiting(workload)
+    return _Digits(workload) if workload.model == "resnet" else _Writing(workload)
+
+
+def next_id_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy of the next id, in nats."""
+    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+# ---- text -----------------------------------------------------------------------------------
+
+
+class LSTM(nn.Module):
+    """Two layers over characters; ids in, logits of the next id out."""
+
+    def __init__(self, vocabulary: int, width: int = 256) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.layers = nn.LSTM(width, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layers(self.tokens(ids))[0])
+        return logits
+
+
+class _Writing:
+    """A GPT or an LSTM that learns to write."""
+
+    VALIDATION_WINDOWS = 128
+    optimizer = "adamw"
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.text = load_text()
+        self.model: nn.Module = _language_model(workload, self.text)
+        self.learning_rate = 1e-3 if workload.model == "gpt:10m" else 3e-3
+
+    def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
+        load = self.workload
+        inputs, targets = self.text.training_batch(
+            load.batch, load.context, seed=load.seed, rank=rank, step=step
+        )
+        return next_id_loss(model, inputs, targets)
+
+    @torch.no_grad()
+    def validation_loss(self, part: int, parts: int) -> float:
+        each = max(1, self.VALIDATION_WINDOWS // parts)
+        batches = list(self.text.validation_batches(parts, each, self.workload.context))
+        return next_id_loss(self.model, *batches[part]).item()
+
+    def sample(self, size: int) -> str:
+        if not isinstance(self.model, GPT):
+            return ""
+        return self.text.decode(self.model.generate(size, self.workload.seed))
+
+
+def _language_model(workload: Workload, text: Text) -> nn.Module:
+    vocabulary = len(text.characters)
+    if workload.model == "lstm":
+        return seeded(workload.seed, lambda: LSTM(vocabulary))
+    config = preset(workload.model, context=workload.context, vocabulary=vocabulary)
+    return GPT(config, seed=workload.seed)
+
+
+# ---- pictures -------------------------------------------------------------------------------
+
+
+class _Digits:
+    """A ResNet that learns to read digits."""
+
+    optimizer = "sgd"
+    learning_rate = 0.05
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.digits = load_digits()
+        self.model: nn.Module = seeded(workload.seed, ResNet)
+
+    def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
+        load = self.workload
+        pictures, names = self.digits.training_batch(
+            load.batch, seed=load.seed, rank=rank, step=step
+        )
+        return F.cross_entropy(model(pictures), names)
+
+    @torch.no_grad()
+    def validation_loss(self, part: int, parts: int) -> float:
+        pictures = self.digits.validation_pictures.tensor_split(parts)[part]
+        names = self.digits.validation_names.tensor_split(parts)[part]
+        return F.cross_entropy(self.model(pictures), names).item()
+
+    def sample(self, size: int) -> str:
+        return ""
+
+
+# ---- no arithmetic at all -------------------------------------------------------------------
+
+
+class _Waiting:
+    """The shapes of a model, gradients of noise, and a wait in place of the arithmetic.
+
+    So a machine with few cores can stand for accelerators. A third of the wait is the forward pass;
+    in the backward pass a parameter's gradient comes when its share of the entries is through.
+    """
+
+    optimizer = "none"
+    learning_rate = 0.0
+
+    def __init__(self, workload: Workload) -> None:
+        real = make_task(Workload(model=workload.model, context=workload.context))
+        assert workload.compute is not None
+        self.workload = workload
+        self.model: nn.Module = _Shapes([each.shape for each in real.model.parameters()])
+        entries = sum(each.numel() for each in self.model.parameters())
+        self._forward = workload.compute / 3
+        self._seconds_per_entry = 2 * workload.compute / 3 / entries
+        generator = torch.Generator().manual_seed(workload.seed)
+        noise = torch.randn(2 * entries + 1, generator=generator)
+        self._noise = noise * noise.abs()  # long tails, as gradients have
+
+    def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
+        time.sleep(self._forward)
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        start = int(torch.randint(len(self._noise) // 2, (), generator=generator))
+        waited: Tensor = model(self._noise[start:], self._seconds_per_entry)
+        return waited
+
+    def validation_loss(self, part: int, parts: int) -> float:
+        return math.nan
+
+    def sample(self, size: int) -> str:
+        return ""
+
+
+class _Shapes(nn.Module):
+    def __init__(self, shapes: Sequence[torch.Size]) -> None:
+        super().__init__()
+        self.tensors = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+
+    def forward(self, noise: Tensor, seconds_per_entry: float) -> Tensor:
+        value = torch.zeros((), requires_grad=True)
+        end = 0
+        for parameter in self.tensors:
+            gradient = noise[end : end + parameter.numel()].view(parameter.shape)
+            end += parameter.numel()
+            seconds = seconds_per_entry * parameter.numel()
+            value = _Wait.apply(value, parameter, gradient, seconds)  # type: ignore[no-untyped-call]
+        return value
+
+
+class _Wait(torch.autograd.Function):
+    """Passes a value on; backwards it waits, then gives the parameter its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, parameter: Tensor, gradient: Tensor, seconds: float
+    ) -> Tensor:
+        ctx.gradient, ctx.seconds = gradient, seconds
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Any) -> Any:
+        time.sleep(ctx.seconds)
+        return outputs[0], ctx.gradient, None, None
+
+
+def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
+    """What `make` makes when torch draws from this seed; torch's own stream goes on as before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()

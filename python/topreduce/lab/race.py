@@ -1,0 +1,140 @@
+"""The race: steps of real DDP, methods in turns within one process group.
+
+Noise of the machine so hits all methods alike, and the first of them runs a second time under
+another name: the ratio of the two, the A/A row, shows what noise is left.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from topreduce.lab.methods import Method
+from topreduce.lab.models import Workload
+from topreduce.lab.trainer import Step, Trainer
+
+STAGES = ("look", "choose", "pack", "network", "unpack", "commit")
+WARM_UP_STEPS = 3  # DDP cuts its buckets anew after the first, PowerSGD begins with the third
+AGAIN = " (A/A)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaceOptions:
+    """What to race; the same on all ranks."""
+
+    workload: Workload
+    methods: Sequence[Method]
+    rounds: int = 10
+    steps: int = 2  # per turn
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What rank 0 reports after each method's turn."""
+
+    label: str
+    round: int  # rounds done by this method; 0: warmed up
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaceRow:
+    """A method's result: lists have one number for each counted step."""
+
+    label: str
+    spec: str
+    parameters: int
+    seconds: list[float]  # from the first rank's start to the last rank's end
+    bytes_sent: list[float]  # at the interface, mean over the ranks
+    losses: list[float]  # mean over the ranks
+    stages: dict[str, float]  # mean seconds by stage; empty unless ours
+    stats: dict[str, float]  # means of what else we count; empty unless ours
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def mean_bytes(self) -> float:
+        return statistics.fmean(self.bytes_sent)
+
+
+def with_again(methods: Sequence[Method]) -> list[Method]:
+    """The first method a second time: the A/A row."""
+    first = methods[0]
+    return [first, Method(first.label + AGAIN, first.spec), *methods[1:]]
+
+
+def race_rank(
+    rank: int, world_size: int, options: RaceOptions, report: Callable[[Turn], None]
+) -> list[tuple[int, list[Step]]]:
+    """One rank's part: parameters and counted steps of every method."""
+    torch.set_num_threads(1)
+    methods = [method.steady() for method in options.methods]
+    trainers = [Trainer(rank, options.workload, method) for method in methods]
+    counted: list[list[Step]] = [[] for _ in trainers]
+    for number in range(options.rounds + 1):
+        for place in range(len(trainers)):
+            # Another order in every round: no method always follows the same other.
+            turn = (place + number) % len(trainers)
+            steps = _take_turn(trainers[turn], options.steps if number else WARM_UP_STEPS)
+            if number:
+                counted[turn] += steps
+            if rank == 0:
+                last = steps[-1]
+                report(Turn(options.methods[turn].label, number, last.end - last.start))
+    for trainer in trainers:
+        trainer.close()
+    parameters = sum(each.numel() for each in trainers[0].task.model.parameters())
+    return [(parameters, steps) for steps in counted]
+
+
+def _take_turn(trainer: Trainer, count: int) -> list[Step]:
+    steps = []
+    for _ in range(count):
+        dist.barrier()
+        steps.append(trainer.step())
+    dist.barrier()
+    return steps
+
+
+def race_rows(
+    options: RaceOptions, ranks: Sequence[Sequence[tuple[int, list[Step]]]]
+) -> list[RaceRow]:
+    """The results of all ranks, put together by method."""
+    rows = []
+    for number, method in enumerate(options.methods):
+        parameters = ranks[0][number][0]
+        together = list(zip(*(rank[number][1] for rank in ranks), strict=True))
+        stats = [step.stats for steps in together for step in steps if step.stats]
+        rows.append(
+            RaceRow(
+                label=method.label,
+                spec=method.spec,
+                parameters=parameters,
+                seconds=[
+                    max(step.end for step in steps) - min(step.start for step in steps)
+                    for steps in together
+                ],
+                bytes_sent=[statistics.fmean(step.bytes_sent for step in s) for s in together],
+                losses=[statistics.fmean(step.loss for step in s) for s in together],
+                stages={
+                    stage: statistics.fmean(each["seconds"][stage] for each in stats)
+                    for stage in STAGES
+                    if stats
+                },
+                stats=_means(stats),
+            )
+        )
+    return rows
+
+
+def _means(stats: Sequence[dict[str, Any]]) -> dict[str, float]:
+    names = ["selected", "delivered", "entries", "rounds", "kept_energy", "owed_norm"]
+    names += ["bytes_sent", "seconds_waited"]
+    return {name: statistics.fmean(each[name] for each in stats) for name in names if stats}

@@ -1,0 +1,198 @@
+"""One page without anything to load: tables, charts, light and dark."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+
+from topreduce.lab.race import RaceRow
+from topreduce.lab.results import Results, machine_words
+from topreduce.lab.svg import COLOURS, Bar, Scale, Series, bar_chart, line_chart
+from topreduce.lab.tables import Grid, grids
+from topreduce.lab.train import TrainRun
+
+_MOST_POINTS = 400
+_PARTS = ("compute", "look", "choose", "pack", "network", "unpack", "commit", "not ours")
+
+_STYLE = """
+:root { color-scheme: light dark; --paper: #fdfdfc; --ink: #1c1e21; --dim: #5c6269;
+  --rule: #dddfe2; --s0: #2f6db3; --s1: #c8501e; --s2: #15825f; --s3: #a3478f; --s4: #8a6a00;
+  --s5: #0b7f96; --s6: #6f58c9; --s7: #83898f; }
+@media (prefers-color-scheme: dark) { :root { --paper: #17191c; --ink: #e6e7e8; --dim: #a3a9b0;
+  --rule: #373b40; --s0: #6ba6ea; --s1: #f08a5a; --s2: #4fc29b; --s3: #d98bc8; --s4: #d1ae3d;
+  --s5: #4dbdd3; --s6: #a797f2; --s7: #9aa0a6; } }
+body { background: var(--paper); color: var(--ink); max-width: 60rem; margin: 2rem auto;
+  padding: 0 1.2rem; font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem; }
+p, li { color: var(--dim); font-size: .9rem; margin: .25rem 0; }
+code { font: .85rem/1.4 ui-monospace, monospace; overflow-wrap: anywhere; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .8rem .3rem 0; text-align: right; border-bottom: 1px solid var(--rule);
+  vertical-align: top; }
+th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; }
+th { font-weight: 600; }
+svg { width: 100%; height: auto; } text { fill: var(--ink); font: 12px system-ui, sans-serif; }
+text.axis { fill: var(--dim); font-size: 13px; } .grid { stroke: var(--rule); fill: none; }
+.line { fill: none; stroke-width: 2; stroke-linejoin: round; } .dashed { stroke-dasharray: 6 4; }
+.mark { stroke: var(--ink); stroke-width: 2; fill: none; }
+ul.legend { list-style: none; display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; padding: 0; }
+ul.legend li { color: var(--ink); font-size: .85rem; }
+ul.legend i { display: inline-block; width: 1.1rem; height: .3rem; margin-right: .4rem;
+  vertical-align: middle; }
+pre { white-space: pre-wrap; border-left: 3px solid var(--rule); padding-left: .8rem;
+  font: .85rem/1.45 ui-monospace, monospace; }
+"""
+
+
+def page(several: Sequence[Results]) -> str:
+    """The whole page for one run, or for several side by side."""
+    colours = "\n".join(
+        f".line.s{n} {{ stroke: var(--s{n}); }} .fill.s{n} {{ fill: var(--s{n}); }} "
+        f"i.s{n} {{ background: var(--s{n}); }}"
+        for n in range(COLOURS)
+    )
+    body = "\n".join(_body(several))
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>topreduce lab</title>\n<style>{_STYLE}{colours}</style>\n</head>\n"
+        f"<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _body(several: Sequence[Results]) -> Iterator[str]:
+    yield "<h1>topreduce lab</h1>"
+    for results in several:
+        load = results.workload
+        yield f"<p>{escape(results.date)}: {escape(results.network)}, {escape(load['model'])}, "
+        yield f"{load['batch']} examples per rank. {escape(machine_words(results))}</p>"
+        yield f"<p><code>{escape(results.command)}</code></p>"
+    rows = [row for results in several for row in results.race]
+    runs = [run for results in several for run in results.runs]
+    if runs:
+        yield from _training(runs, any(results.clock == "race" for results in several))
+    for results in several:
+        for grid in grids(results):
+            yield from _table(grid)
+    if rows:
+        yield from _steps(rows)
+    if runs:
+        yield from _over_time(runs)
+        yield from _samples(runs)
+
+
+# ---- training -------------------------------------------------------------------------------
+
+
+def _training(runs: Sequence[TrainRun], on_race_clock: bool) -> Iterator[str]:
+    yield "<h2>Loss against time</h2>"
+    if on_race_clock:
+        yield "<p>Trained without the limit; the time of each step is that of the race.</p>"
+    yield from _lines("seconds", "loss on data kept back", runs, _loss_by_seconds)
+    yield "<h2>Loss against traffic</h2>"
+    yield from _lines("MB sent by one host", "loss on data kept back", runs, _loss_by_bytes, "log")
+
+
+def _over_time(runs: Sequence[TrainRun]) -> Iterator[str]:
+    ours = [run for run in runs if run.density]
+    if not ours:
+        return
+    curves: list[tuple[str, Callable[[TrainRun], list[float]]]] = [
+        ("share of the entries that is sent", lambda run: run.density),
+        ("share of the energy that is settled", lambda run: run.kept_energy),
+        ("norm of what a rank owes", lambda run: run.owed_norm),
+    ]
+    for title, values in curves:
+        yield f"<h2>{title[0].upper()}{title[1:]}</h2>"
+        yield from _lines("step", title, ours, functools.partial(_by_step, values), all_runs=runs)
+
+
+def _by_step(values: Callable[[TrainRun], list[float]], run: TrainRun) -> list[tuple[float, float]]:
+    return [(step + 1.0, value) for step, value in enumerate(values(run))]
+
+
+def _samples(runs: Sequence[TrainRun]) -> Iterator[str]:
+    for run in runs:
+        if run.sample:
+            yield f"<h2>Written by the model trained with {escape(run.label)}</h2>"
+            yield f"<pre>{escape(run.sample)}</pre>"
+
+
+def _loss_by_seconds(run: TrainRun) -> list[tuple[float, float]]:
+    return [(each.seconds, each.loss) for each in run.evaluations]
+
+
+def _loss_by_bytes(run: TrainRun) -> list[tuple[float, float]]:
+    return [(each.bytes_sent / 1e6, each.loss) for each in run.evaluations]
+
+
+def _lines(
+    x_label: str,
+    y_label: str,
+    runs: Sequence[TrainRun],
+    points: Callable[[TrainRun], list[tuple[float, float]]],
+    scale: Scale = "linear",
+    all_runs: Sequence[TrainRun] = (),
+) -> Iterator[str]:
+    """A line for each run; runs that differ by their seed share colour and name."""
+    labels = list(dict.fromkeys(run.label for run in all_runs or runs))
+    series = [Series(run.label, _thinned(points(run)), labels.index(run.label)) for run in runs]
+    yield line_chart(x_label, y_label, series, scale)
+    shown = {run.label for run in runs}
+    yield _legend([(labels.index(label), label) for label in labels if label in shown])
+
+
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    stride = max(1, len(points) // _MOST_POINTS)
+    return [*points[:-1:stride], *points[-1:]]
+
+
+# ---- steps ----------------------------------------------------------------------------------
+
+
+def _steps(rows: Sequence[RaceRow]) -> Iterator[str]:
+    yield "<h2>Where a step's time goes</h2>"
+    yield "<p>Compute is the step of noop. Our stages run on a thread of their own, also while the "
+    yield "backward pass goes on: the black mark is where the step really ended.</p>"
+    yield bar_chart("milliseconds per step", [_step_bar(row, rows) for row in rows])
+    yield _legend(list(enumerate(_PARTS)))
+    yield "<h2>Traffic of a step</h2>"
+    yield bar_chart(
+        "MB sent by one host, in one step",
+        [
+            Bar(row.label, [(0, row.mean_bytes / 1e6)], f"{row.mean_bytes / 1e6:.3g} MB")
+            for row in rows
+        ],
+        "log",
+    )
+
+
+def _step_bar(row: RaceRow, rows: Sequence[RaceRow]) -> Bar:
+    idle = min((each.median for each in rows if each.spec == "noop"), default=0.0)
+    compute = min(idle, row.median)
+    stages = [(number, row.stages.get(name, 0.0)) for number, name in enumerate(_PARTS)][1:-1]
+    rest = [] if row.stages else [(len(_PARTS) - 1, row.median - compute)]
+    parts = [(number, 1e3 * seconds) for number, seconds in [(0, compute), *stages, *rest]]
+    return Bar(row.label, parts, f"{1e3 * row.median:.0f} ms", 1e3 * row.median)
+
+
+# ---- pieces ---------------------------------------------------------------------------------
+
+
+def _table(grid: Grid) -> Iterator[str]:
+    yield f'<h2>{escape(grid.title)}</h2>\n<div class="wide"><table>'
+    yield "<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in grid.headings) + "</tr>"
+    for row in grid.rows:
+        yield "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+    yield "</table></div>"
+    for note in grid.notes:
+        yield f"<p>{escape(note)}</p>"
+
+
+def _legend(entries: Sequence[tuple[int, str]]) -> str:
+    items = "".join(
+        f'<li><i class="s{colour % COLOURS}"></i>{escape(label)}</li>' for colour, label in entries
+    )
+    return f'<ul class="legend">{items}</ul>'

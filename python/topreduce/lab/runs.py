@@ -1,0 +1,156 @@
+"""A race or a training from start to end: network, self-test, ranks, progress, results."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+
+from topreduce.lab.cluster import Place, Rate, cluster, obstacle, rate_words
+from topreduce.lab.launch import launch
+from topreduce.lab.methods import Method, parse_methods
+from topreduce.lab.namespaces import ClusterError
+from topreduce.lab.progress import progress
+from topreduce.lab.race import RaceOptions, RaceRow, Turn, race_rank, race_rows, with_again
+from topreduce.lab.results import Results
+from topreduce.lab.selftest import LinkCheck, check_links, refuse_if_off
+from topreduce.lab.train import Progress, TrainOptions, TrainRun, on_the_clock_of, train_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """The network that is asked for."""
+
+    rates: Sequence[Rate]
+    delay: float = 0.0
+    kind: str = "cluster"  # or "local": processes that share this machine's loopback interface
+
+    @property
+    def hosts(self) -> int:
+        return len(self.rates)
+
+    def words(self) -> str:
+        if self.kind == "local":
+            return f"{self.hosts} local processes, unlimited"
+        names = [rate_words(rate) for rate in self.rates]
+        rates = names[0] if len(set(names)) == 1 else ", ".join(names)
+        delay = f", {1e3 * self.delay:g} ms of delay" if self.delay else ""
+        return f"{self.hosts} hosts at {rates}{delay}"
+
+    def unlimited(self) -> Network:
+        return dataclasses.replace(self, rates=[None] * self.hosts, delay=0.0)
+
+
+@contextlib.contextmanager
+def built(
+    console: Console, network: Network
+) -> Iterator[tuple[list[Place] | None, list[LinkCheck]]]:
+    """Where the ranks run, and what the self-test measured; ClusterError if that is off."""
+    if network.kind == "local":
+        yield None, []
+        return
+    if (reason := obstacle()) is not None:
+        raise ClusterError(
+            f"no emulated network here: {reason}\n"
+            "It needs root, or a system that allows user namespaces (unshare -Urn true), and the "
+            "packages iproute2 and util-linux. With --local ranks are plain processes of this "
+            "machine on an unlimited network."
+        )
+    with cluster(network.rates, network.delay) as hosts:
+        checks: list[LinkCheck] = []
+        if any(rate is not None for rate in network.rates):
+            console.print(f"network: {network.words()}; checking its links", highlight=False)
+            checks = check_links(hosts, network.delay)
+            refuse_if_off(checks)
+            slowest = min(checks, key=lambda check: check.measured)
+            console.print(
+                f"  slowest {slowest.measured / 1e6:.4g} Mb/s; {slowest.small_bytes / 1e3:.0f} kB "
+                f"in {1e3 * slowest.small_seconds:.1f} ms",
+                highlight=False,
+                style="dim",
+            )
+        yield [host.place for host in hosts], checks
+
+
+def race(console: Console, network: Network, options: RaceOptions, command: str) -> Results:
+    """Runs a race."""
+    with built(console, network) as (places, checks):
+        rows = _race(console, network, options, places)
+    return Results(
+        command=command,
+        ranks=network.hosts,
+        network=network.words(),
+        workload=asdict(options.workload),
+        links=[asdict(check) for check in checks],
+        race=rows,
+    )
+
+
+def train(
+    console: Console, network: Network, options: TrainOptions, clock: str, rounds: int, command: str
+) -> Results:
+    """Runs a short race, for step times and their noise, then the trainings."""
+    racing = RaceOptions(
+        workload=options.workload, methods=_racing_methods(options.methods), rounds=rounds
+    )
+    with built(console, network) as (places, checks):
+        rows = _race(console, network, racing, places)
+        if clock == "real":
+            runs = _train(console, network, options, places)
+    if clock == "race":
+        with built(console, network.unlimited()) as (places, _):
+            runs = on_the_clock_of(rows, _train(console, network, options, places))
+    return Results(
+        command=command,
+        ranks=network.hosts,
+        network=network.words(),
+        workload=asdict(options.workload),
+        clock=clock,
+        links=[asdict(check) for check in checks],
+        race=rows,
+        runs=runs,
+        target_loss=options.target_loss,
+        seconds=options.seconds,
+    )
+
+
+def _racing_methods(methods: Sequence[Method]) -> list[Method]:
+    """What the race before a training compares: with the two ends of the scale."""
+    ends = [each for each in parse_methods("noop,dense") if each not in methods]
+    others = [each for each in methods if not each.spec.startswith("post_local_sgd")]
+    return with_again(sorted([*ends, *others], key=lambda each: each.spec != "noop"))
+
+
+def _race(
+    console: Console, network: Network, options: RaceOptions, places: list[Place] | None
+) -> list[RaceRow]:
+    labels = [method.label for method in options.methods]
+    with progress(console, labels, options.rounds, "rounds") as advance:
+
+        def show(turn: Turn) -> None:
+            advance(turn.label, turn.round, f"{1e3 * turn.seconds:.0f} ms")
+
+        ranks = launch(race_rank, network.hosts, options, show, places)
+    return race_rows(options, ranks)
+
+
+def _train(
+    console: Console, network: Network, options: TrainOptions, places: list[Place] | None
+) -> list[TrainRun]:
+    seeds = range(options.workload.seed, options.workload.seed + options.seeds)
+    labels = {
+        (method.label, seed): f"{method.label}, seed {seed}" if options.seeds > 1 else method.label
+        for seed in seeds
+        for method in options.methods
+    }
+    with progress(console, list(labels.values()), 100, "%") as advance:
+
+        def show(news: Progress) -> None:
+            done = min(100, int(100 * news.share))
+            label = labels[news.label, news.seed]
+            advance(label, done, f"step {news.step}, loss {news.loss:.2f}")
+
+        return launch(train_rank, network.hosts, options, show, places)[0]

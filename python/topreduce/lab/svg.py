@@ -1,0 +1,166 @@
+"""Charts as inline SVG: lines and stacked bars. Colours come from the page, by class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+COLOURS = 8
+_WIDTH, _HEIGHT = 680, 340
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 12, 46
+_BAR, _BAR_GAP, _NAMES = 20, 12, 240
+_LONGEST_NAME = 34  # characters that fit there
+_MOST_TICKS = 7
+
+Scale = Literal["linear", "log"]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line, or the parts of a bar with one meaning; `colour` counts from 0."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    colour: int
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Parts side by side, each with the number of its colour; a mark where one is given."""
+
+    label: str
+    parts: Sequence[tuple[int, float]]
+    words: str
+    mark: float | None = None
+
+
+def line_chart(x_label: str, y_label: str, series: Sequence[Series], x_scale: Scale) -> str:
+    """Lines over common axes; points that are not finite, or have no place, are left out."""
+    shown = [(each, _shown(each.points, x_scale)) for each in series]
+    xs = [x for _, points in shown for x, _ in points]
+    ys = [y for _, points in shown for _, y in points]
+    if not xs:
+        return ""
+    x_axis = _Axis(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT, x_scale)
+    y_axis = _Axis(min(ys), max(ys), _HEIGHT - _BOTTOM, _TOP, "linear")
+    parts = [_open(_WIDTH, _HEIGHT, f"{y_label} against {x_label}")]
+    for tick in y_axis.ticks():
+        y = y_axis.place(tick)
+        parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
+        parts.append(_text(_LEFT - 6, y + 4, _number(tick), "end"))
+    for tick in x_axis.ticks():
+        x = x_axis.place(tick)
+        parts.append(f'<path class="grid" d="M{x:.1f} {_TOP}V{_HEIGHT - _BOTTOM}"/>')
+        parts.append(_text(x, _HEIGHT - _BOTTOM + 17, _number(tick), "middle"))
+    for each, points in shown:
+        path = "L".join(f"{x_axis.place(x):.1f} {y_axis.place(y):.1f}" for x, y in points)
+        dashed = " dashed" if each.colour >= COLOURS else ""
+        label = escape(each.label)
+        parts.append(
+            f'<path class="line s{each.colour % COLOURS}{dashed}" d="M{path}">'
+            f"<title>{label}</title></path>"
+        )
+    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    parts.append(_text(middle, _HEIGHT - 8, x_label, "middle", "axis"))
+    height = (_TOP + _HEIGHT - _BOTTOM) / 2
+    parts.append(
+        f'<g transform="translate(14 {height:.0f}) rotate(-90)">'
+        f"{_text(0, 0, y_label, 'middle', 'axis')}</g>"
+    )
+    return "\n".join([*parts, "</svg>"])
+
+
+def bar_chart(x_label: str, bars: Sequence[Bar], scale: Scale = "linear") -> str:
+    """Bars from the left, one below the other, with their words at the end."""
+    totals = [max(sum(value for _, value in bar.parts), bar.mark or 0.0) for bar in bars]
+    positive = [total for total in totals if total > 0]
+    if not positive:
+        return ""
+    height = _TOP + len(bars) * (_BAR + _BAR_GAP) + _BOTTOM
+    low = 0.0 if scale == "linear" else 10 ** math.floor(math.log10(min(positive)))
+    axis = _Axis(low, max(positive), _NAMES, _WIDTH - 150, scale)
+    parts = [_open(_WIDTH, height, x_label)]
+    for tick in axis.ticks():
+        x = axis.place(tick)
+        parts.append(f'<path class="grid" d="M{x:.1f} {_TOP}V{height - _BOTTOM}"/>')
+        parts.append(_text(x, height - _BOTTOM + 17, _number(tick), "middle"))
+    for number, (bar, total) in enumerate(zip(bars, totals, strict=True)):
+        y = _TOP + _BAR_GAP / 2 + number * (_BAR + _BAR_GAP)
+        parts.append(_text(_NAMES - 8, y + _BAR / 2 + 4, _short(bar.label), "end"))
+        start = low
+        for colour, value in bar.parts:
+            if value <= 0:
+                continue
+            end = max(start, start + value if scale == "linear" else value)
+            left, right = axis.place(start), axis.place(end)
+            parts.append(
+                f'<rect class="fill s{colour % COLOURS}" x="{left:.1f}" y="{y:.1f}" '
+                f'width="{max(0.0, right - left):.1f}" height="{_BAR}"/>'
+            )
+            start = end
+        if bar.mark is not None:
+            x = axis.place(bar.mark)
+            parts.append(f'<path class="mark" d="M{x:.1f} {y - 4:.1f}v{_BAR + 8}"/>')
+        parts.append(_text(axis.place(max(total, low)) + 7, y + _BAR / 2 + 4, bar.words, "start"))
+    middle = (_NAMES + _WIDTH - 150) / 2
+    parts.append(_text(middle, height - 8, x_label, "middle", "axis"))
+    return "\n".join([*parts, "</svg>"])
+
+
+class _Axis:
+    """From values to places in the picture."""
+
+    def __init__(self, low: float, high: float, first: float, last: float, scale: Scale) -> None:
+        self._log = scale == "log"
+        if high <= low:
+            high = low * 10 if self._log else low + (abs(low) or 1.0)
+        self._low, self._high = low, high
+        self._first, self._last = first, last
+
+    def place(self, value: float) -> float:
+        low, high = self._low, self._high
+        if self._log:
+            value, low, high = math.log10(max(value, low)), math.log10(low), math.log10(high)
+        return self._first + (value - low) / (high - low) * (self._last - self._first)
+
+    def ticks(self) -> list[float]:
+        if self._log:
+            powers = range(math.floor(math.log10(self._low)), math.ceil(math.log10(self._high)) + 1)
+            factors = (1, 2, 5) if len(powers) < 4 else (1,)
+            all_ticks = [factor * 10.0**power for power in powers for factor in factors]
+        else:
+            rough = (self._high - self._low) / (_MOST_TICKS - 1)
+            power = 10.0 ** math.floor(math.log10(rough))
+            step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+            first = math.ceil(self._low / step - 1e-9)
+            all_ticks = [step * (first + number) for number in range(_MOST_TICKS + 1)]
+        slack = 1e-9 * (self._high - self._low)
+        return [tick for tick in all_ticks if self._low - slack <= tick <= self._high + slack]
+
+
+def _shown(points: Sequence[tuple[float, float]], scale: Scale) -> list[tuple[float, float]]:
+    return [
+        (x, y)
+        for x, y in points
+        if math.isfinite(x) and math.isfinite(y) and (scale == "linear" or x > 0)
+    ]
+
+
+def _open(width: float, height: float, label: str) -> str:
+    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">'
+
+
+def _text(x: float, y: float, words: str, anchor: str, kind: str = "tick") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f'<text class="{kind}" {place}>{escape(words)}</text>'
+
+
+def _number(value: float) -> str:
+    return f"{0.0 if abs(value) < 1e-12 else value:,.6g}"
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= _LONGEST_NAME else f"{label[: _LONGEST_NAME - 1]}…"

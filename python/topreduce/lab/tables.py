@@ -1,0 +1,195 @@
+"""The numbers as tables, once for terminal and page: ratios always beside what they are made of."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table
+
+from topreduce.lab.race import AGAIN, RaceRow
+from topreduce.lab.results import Results, mean
+from topreduce.lab.train import Evaluation
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table: the first column holds names, the others numbers."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str]
+
+
+def grids(results: Results) -> list[Grid]:
+    """All tables that the results have something for."""
+    made = []
+    if results.race:
+        made.append(race_grid(results))
+    if any(row.stages for row in results.race):
+        made.append(stage_grid(results))
+    if results.runs:
+        made.append(train_grid(results))
+    return made
+
+
+def rich_table(grid: Grid) -> Table:
+    """For a terminal."""
+    table = Table(title=grid.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(grid.headings[0], overflow="fold", min_width=12)
+    for heading in grid.headings[1:]:
+        table.add_column(heading, justify="right")
+    for row in grid.rows:
+        table.add_row(*row)
+    return table
+
+
+def race_grid(results: Results) -> Grid:
+    first = results.race[0]
+    rows = []
+    for row in results.race:
+        low, high = _spread(row.seconds)
+        rows.append(
+            [
+                row.label,
+                f"{1e3 * row.median:.0f}",
+                f"{1e3 * low:.0f} - {1e3 * high:.0f}",
+                f"{row.median / first.median:.2f}",
+                _megabytes(row.mean_bytes),
+                f"{_last_loss(row):.3f}",
+            ]
+        )
+    notes = [
+        "ms/step: median, from the first rank's start to the last rank's end; beside it the middle "
+        "80 %.",
+        "MB/step: what a host sent at its network interface, headers included.",
+        "loss: of the training, in the last steps of the race; noop averages nothing at all.",
+    ]
+    if any(AGAIN in row.label for row in results.race):
+        notes.append("The A/A row is the first method a second time: what it differs by is noise.")
+    return Grid(
+        f"Step time, {results.network}, {first.parameters:,} parameters",
+        ["method", "ms/step", "80 % within", f"times {first.label}", "MB/step", "loss"],
+        rows,
+        notes,
+    )
+
+
+def stage_grid(results: Results) -> Grid:
+    """Where the time of our methods goes: a column for each."""
+    ours = [row for row in results.race if row.stages]
+    rows = [
+        [stage, *(f"{1e3 * row.stages[stage]:.1f} ms" for row in ours)] for stage in ours[0].stages
+    ]
+    rows += [
+        ["waited", *(f"{1e3 * row.stats['seconds_waited']:.1f} ms" for row in ours)],
+        ["rounds", *(f"{row.stats['rounds']:.1f}" for row in ours)],
+        ["sent", *(_percent(row.stats["selected"] / row.stats["entries"]) for row in ours)],
+        ["energy", *(_percent(row.stats["kept_energy"]) for row in ours)],
+    ]
+    return Grid(
+        "Our methods by stage, means of a step",
+        ["stage", *(row.label for row in ours)],
+        rows,
+        [
+            "Stages run beside the backward pass; waited: how long backward() had to wait for them "
+            "in the end.",
+            "rounds: collectives, one after the other. sent: share of the entries. energy: share "
+            "of the squared sum that was settled.",
+        ],
+    )
+
+
+def train_grid(results: Results) -> Grid:
+    losses = {run.seed: results.target(run.seed) for run in results.runs}
+    rows = []
+    reference: dict[int, Evaluation] = {}
+    for label in results.labels():
+        runs = results.runs_of(label)
+        reached = {
+            run.seed: evaluation
+            for run in runs
+            if (loss := losses[run.seed]) is not None and (evaluation := run.reached(loss))
+        }
+        reference = reference or reached
+        everyone = len(reached) == len(runs)
+        ratios = [
+            reference[seed].seconds / each.seconds
+            for seed, each in reached.items()
+            if seed in reference and each.seconds
+        ]
+        found = list(reached.values())
+        rows.append(
+            [
+                label,
+                _over(found, everyone, [f"{each.seconds:.0f}" for each in found]),
+                _range(ratios) if everyone and ratios else "-",
+                _over(found, everyone, [_megabytes(each.bytes_sent) for each in found]),
+                _over(found, everyone, [str(each.step) for each in found]),
+                f"{mean([run.final_loss for run in runs]):.3f}",
+                f"{1e3 * mean([statistics.median(run.seconds) for run in runs]):.0f}",
+            ]
+        )
+    aims = ", ".join(f"{loss:.3f}" for loss in losses.values() if loss is not None)
+    clock = (
+        "Trained without the limit; a step takes what it took in the race above, more where it "
+        "sent more (a ramp, an averaging step)."
+        if results.clock == "race"
+        else "Seconds are real ones; evaluations do not count."
+    )
+    notes = [
+        f"The loss to reach, on data kept back: {aims or 'none'}"
+        + (" (where dense ended)." if results.target_loss is None else ".")
+        + " A dash: not reached.",
+        clock,
+        "seconds, MB and steps until that loss, one number for each seed; the ratio of the seconds "
+        "is their mean, with the smallest and the largest. "
+        "The A/A row of the race shows the noise of a step.",
+    ]
+    first = results.labels()[0]
+    return Grid(
+        f"Training, {results.network}",
+        [
+            "method",
+            "seconds",
+            f"{first} / this",
+            "MB",
+            "steps",
+            "last loss",
+            "ms/step",
+        ],
+        rows,
+        notes,
+    )
+
+
+def _last_loss(row: RaceRow) -> float:
+    """Mean over the end of the race: one batch alone says little."""
+    return mean(row.losses[-4:])
+
+
+def _over(found: Sequence[Evaluation], everyone: bool, words: Sequence[str]) -> str:
+    return " / ".join(words) if found and everyone else "-"
+
+
+def _range(numbers: Sequence[float]) -> str:
+    middle = f"{mean(numbers):.2f}"
+    return middle if len(numbers) == 1 else f"{middle} ({min(numbers):.2f} - {max(numbers):.2f})"
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:.3f}" if count < 1e7 else f"{count / 1e6:.1f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _spread(numbers: Sequence[float]) -> tuple[float, float]:
+    if len(numbers) < 2:
+        return numbers[0], numbers[0]
+    tenths = statistics.quantiles(numbers, n=10, method="inclusive")
+    return tenths[0], tenths[-1]
