@@ -129,7 +129,7 @@ class _Axis:
     def ticks(self) -> list[float]:
         if self._log:
             powers = range(math.floor(math.log10(self._low)), math.ceil(math.log10(self._high)) + 1)
-            factors = (1, 2, 5) if len(powers) < 4 else (1,)
+            factors = (1, 2, 5) if self._high < 1000 * self._low else (1,)
             all_ticks = [factor * 10.0**power for power in powers for factor in factors]
         else:
             rough = (self._high - self._low) / (_MOST_TICKS - 1)
