@@ -126,6 +126,22 @@ struct Outcome {
   bool failed() const { return !error.empty(); }
 };
 
+/// Takes one rank through a step, on that rank.
+using Turn = std::function<Outcome(Reducer&, Communicator&)>;
+
+inline std::vector<Outcome> meet_as_threads(std::span<Reducer> reducers, const Turn& turn) {
+  std::vector<Outcome> outcomes(reducers.size());
+  run_ranks(static_cast<int>(reducers.size()), [&](Communicator& comm) {
+    const auto r = static_cast<std::size_t>(comm.rank());
+    outcomes[r] = turn(reducers[r], comm);
+  });
+  return outcomes;
+}
+
+/// Where ranks meet: threads of this process, or the processes of a job (mpi/). Afterwards every
+/// reducer has taken its turn, and all outcomes are here.
+inline std::vector<Outcome> (*meet)(std::span<Reducer>, const Turn&) = meet_as_threads;
+
 /// Makes of a rank's communicator the one that its reducer is given.
 using Wrap = std::function<std::unique_ptr<Communicator>(Communicator&)>;
 
@@ -144,13 +160,11 @@ class Cluster {
   /// One step; gradients by rank, each in parameter order.
   std::vector<Outcome> step(const std::vector<Floats>& gradients, const Cut& cut,
                             float loss_scale = 1, const Wrap& wrap = {}) {
-    std::vector<Outcome> outcomes(reducers_.size());
-    run_ranks(ranks(), [&](Communicator& comm) {
-      const auto r = static_cast<std::size_t>(comm.rank());
+    return meet(reducers_, [&](Reducer& reducer, Communicator& comm) {
       const auto wrapped = wrap ? wrap(comm) : nullptr;
-      outcomes[r] = run(reducers_[r], wrapped ? *wrapped : comm, gradients[r], cut, loss_scale);
+      const Floats& gradient = gradients[static_cast<std::size_t>(comm.rank())];
+      return run(reducer, wrapped ? *wrapped : comm, gradient, cut, loss_scale);
     });
-    return outcomes;
   }
 
  private:

@@ -1,0 +1,4 @@
+#pragma once
+
+/// Marks what programs may link with; everything else stays hidden inside a shared library.
+#define TOPREDUCE_API __attribute__((visibility("default")))
