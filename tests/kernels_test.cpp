@@ -219,6 +219,26 @@ TEST_P(Kernels, ProjectLikeTheReference) {
   });
 }
 
+// Every sum to the bit.
+TEST_P(Kernels, MomentsLikeTheReference) {
+  for_each_case([](std::span<float> base, std::span<float> gradient, float scale) {
+    const Terms terms{base, gradient, scale};
+    const Moments got = moments(terms), want = scalar::moments(terms);
+    const auto same = [](double a, double b) {
+      return std::bit_cast<std::uint64_t>(a) == std::bit_cast<std::uint64_t>(b) ||
+             (std::isnan(a) && std::isnan(b));
+    };
+    EXPECT_TRUE(same(got.sum, want.sum)) << got.sum << " and " << want.sum;
+    EXPECT_TRUE(same(got.magnitudes, want.magnitudes));
+    EXPECT_TRUE(same(got.squares, want.squares));
+  });
+  const std::vector<float> x = {1, -2, 0.5f};
+  const Moments sums = moments({{}, x, 2});
+  EXPECT_EQ(sums.sum, -1);
+  EXPECT_EQ(sums.magnitudes, 7);
+  EXPECT_EQ(sums.squares, 21);
+}
+
 TEST_P(Kernels, AbsorbLikeTheReference) {
   for_each_case([](std::span<float> base, std::span<float> gradient, float scale) {
     // Copies with a guard on each side, which must stay.

@@ -51,6 +51,24 @@ std::size_t count_above(const Terms& terms, float threshold);
 /// Looks without choosing.
 void survey(const Terms& terms, Seen& seen);
 
+/// Sums over a vector, in double.
+struct Moments {
+  double sum = 0;
+  double magnitudes = 0;  ///< of |x|
+  double squares = 0;     ///< of x * x
+
+  Moments& operator+=(const Moments& other) {
+    sum += other.sum;
+    magnitudes += other.magnitudes;
+    squares += other.squares;
+    return *this;
+  }
+};
+
+/// Sixteen partial sums, i modulo 16, then added up by halves: the same bits on every target,
+/// unlike Seen::energy.
+Moments moments(const Terms& terms);
+
 /// x[i] for the whole of `terms`.
 void evaluate(const Terms& terms, std::span<float> out);
 
@@ -80,6 +98,7 @@ std::size_t collect_above(const Terms& terms, float threshold, Index first, Inde
                           float* values, Seen& seen);
 std::size_t count_above(const Terms& terms, float threshold);
 void survey(const Terms& terms, Seen& seen);
+Moments moments(const Terms& terms);
 void evaluate(const Terms& terms, std::span<float> out);
 void project(const Terms& terms, const float* directions, std::size_t stride, std::span<float> out);
 void absorb(std::span<float> base, std::span<float> gradient, float scale);
