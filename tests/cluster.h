@@ -85,6 +85,25 @@ inline Floats estimate_of(const State& state) {
   return estimate;
 }
 
+/// A setting of a run's feedback, `otherwise` if it has none of that name.
+inline double feedback_number(const Reducer& reducer, const char* name, double otherwise) {
+  const Spec feedback = parse_spec(reducer.spec().settings.at("feedback"));
+  const auto found = feedback.settings.find(name);
+  return found == feedback.settings.end() ? otherwise : std::stod(found->second);
+}
+
+inline std::string feedback_name(const Reducer& reducer) {
+  return parse_spec(reducer.spec().settings.at("feedback")).name;
+}
+
+/// What a feedback multiplies the newest gradient with.
+inline float newest_scale(const Reducer& reducer) {
+  const Spec feedback = parse_spec(reducer.spec().settings.at("feedback"));
+  const bool nesterov = to_string(feedback).find("form=nesterov") != std::string::npos;
+  const double momentum = nesterov ? feedback_number(reducer, "momentum", 0) : 0;
+  return static_cast<float>(feedback_number(reducer, "eta", 1 + momentum));
+}
+
 // ---- comparing ---------------------------------------------------------------------------------
 
 inline testing::AssertionResult same_bits(std::span<const float> got, std::span<const float> want) {

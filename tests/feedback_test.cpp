@@ -1,4 +1,5 @@
-// Memories that estimate the gradient (ef21, ef21m), beyond the laws of reducer_test.cpp.
+// Memories that estimate the gradient (ef21, ef21m) or carry momentum, beyond the laws of
+// reducer_test.cpp.
 
 #include "topreduce/feedback/feedback.h"
 
@@ -134,6 +135,94 @@ TEST_P(Estimates, StartAnewWhenTheRanksBeginToChooseAlone) {
   for (Reducer& reducer : cluster.reducers()) reducer.configure({"", {{"exchange", "randk"}}});
   EXPECT_EQ(budget(3), layout.size());
   EXPECT_LT(budget(4), layout.size());
+}
+
+// ---- momentum ----------------------------------------------------------------------------------
+
+class Momentum : public testing::TestWithParam<const char*> {
+ protected:
+  Spec with(const char* method, const std::string& masking) const {
+    Spec spec = parse_spec(method);
+    spec.settings["feedback"] = "momentum:momentum=0.8,form=" + std::string(GetParam()) + masking;
+    return spec;
+  }
+
+  /// The next step of dense SGD with momentum, as PyTorch has it; `buffer` is the optimizer's.
+  double dense_step(double gradient, double& buffer) const {
+    buffer = 0.8 * buffer + gradient;
+    return std::string(GetParam()) == "plain" ? buffer : gradient + 0.8 * buffer;
+  }
+  /// The velocity of the paper that belongs to that buffer.
+  double velocity(double buffer) const {
+    return std::string(GetParam()) == "plain" ? buffer : 0.8 * buffer;
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Forms, Momentum, testing::Values("plain", "nesterov"));
+
+// Momentum correction: whatever is chosen, all that was delivered and all that is unsent are the
+// steps of dense SGD with momentum.
+TEST_P(Momentum, OnlyDelaysTheStepsOfDenseSgd) {
+  const Layout layout = small_model();
+  for (const char* method : {"topk:density=0.05", "randk:density=0.05", "ok_topk:density=0.05"}) {
+    Cluster cluster(kRanks, layout, with(method, ",masking=off"));
+    std::vector<double> buffer(layout.size()), dense(layout.size()), got(layout.size());
+    std::vector<Outcome> outcomes;
+    for (int s = 0; s < 40; ++s) {
+      const auto gradients = gradients_at(s, layout);
+      outcomes = cluster.step(gradients, three_buckets(layout));
+      for (std::size_t i = 0; i < layout.size(); ++i) {
+        const double mean = (gradients[0][i] + gradients[1][i] + gradients[2][i]) / 3.0;
+        dense[i] += dense_step(mean, buffer[i]);
+        got[i] += outcomes[0].gradient[i];
+      }
+    }
+    for (const Outcome& outcome : outcomes) {
+      const Floats speed = floats_of(outcome.state, "momentum.velocity");
+      for (std::size_t i = 0; i < layout.size(); ++i) {
+        got[i] += (outcome.owed[i] - 0.8 * speed[i]) / kRanks;
+      }
+    }
+    for (std::size_t i = 0; i < layout.size(); ++i) {
+      ASSERT_NEAR(got[i], dense[i], 1e-3 * (1 + std::abs(dense[i]))) << method << ", entry " << i;
+    }
+  }
+}
+
+// Momentum factor masking: what is sent starts anew, all else gains speed.
+TEST_P(Momentum, MaskingStopsWhatWasSent) {
+  const Layout layout = small_model();
+  Cluster cluster(1, layout, with("topk:density=0.05,granularity=model", ""));
+  std::vector<double> buffer(layout.size());
+  for (int s = 0; s < 20; ++s) {
+    const auto gradients =
+        gradients_of(1, s, [&](int r, int step) { return heavy_tailed(r, step, layout); });
+    const auto outcomes = cluster.step(gradients, one_bucket(layout));
+    const Floats speed = floats_of(outcomes[0].state, "momentum.velocity");
+    for (std::size_t i = 0; i < layout.size(); ++i) {
+      dense_step(gradients[0][i], buffer[i]);
+      if (outcomes[0].gradient[i] != 0) buffer[i] = 0;
+      ASSERT_NEAR(speed[i], velocity(buffer[i]), 1e-4 * (1 + std::abs(buffer[i]))) << "step " << s;
+    }
+  }
+}
+
+// Dense steps mask nothing, so that compression can begin at any time.
+TEST_P(Momentum, DenseStepsAreSgdWithMomentum) {
+  const Layout layout = small_model();
+  Cluster cluster(kRanks, layout, with("topk:density=0.05,warmup_steps=10", ""));
+  std::vector<double> buffer(layout.size());
+  for (int s = 0; s < 10; ++s) {
+    const auto gradients = gradients_at(s, layout);
+    const auto outcomes = cluster.step(gradients, three_buckets(layout));
+    for (std::size_t i = 0; i < layout.size(); ++i) {
+      const double mean = (gradients[0][i] + gradients[1][i] + gradients[2][i]) / 3.0;
+      const double want = dense_step(mean, buffer[i]);
+      ASSERT_NEAR(outcomes[0].gradient[i], want, 1e-4 * (1 + std::abs(want))) << "step " << s;
+    }
+  }
+  const auto outcomes = cluster.step(gradients_at(10, layout), three_buckets(layout));
+  EXPECT_LT(outcomes[0].stats.delivered, layout.size() / 2);
 }
 
 }  // namespace

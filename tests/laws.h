@@ -62,6 +62,21 @@ inline constexpr const char* kRows[] = {
     "ok_topk:density=0.05,feedback=none,period=4,keep_dense=*bias",
     "ok_topk:density=0.05,global_ratio=2.5,balance=0,warmup_steps=2,ramp_steps=3",
     "topk:density=0.05,select=(reused:period=4)",
+    "randk:density=0.05,feedback=ef21,values=bf16",
+    "topk_dsa:density=0.05,feedback=(ef21m:eta=0.5)",
+    "gtopk:density=0.05,feedback=ef21,granularity=model",
+    "ok_topk:density=0.05,feedback=ef21m,period=3",
+    "gaussiank:density=0.05",
+    "gaussiank:density=0.05,granularity=model",
+    "gaussiank:density=0.05,sides=one,finish=exact,values=bf16",
+    "gaussiank:density=0.05,finish=exact,granularity=model,feedback=none",
+    "dgc:density=0.05",
+    "dgc:density=0.05,granularity=model,feedback=(momentum:momentum=0.5,form=nesterov,masking=off)",
+    "dgc:density=0.05,values=bf16,feedback=residual,warmup_steps=2,ramp_steps=3",
+    "arc_topk:density=0.2,feedback=momentum",
+    "redsync:density=0.05",
+    "redsync:density=0.05,search=trimmed,granularity=model",
+    "redsync:density=0.05,finish=exact,granularity=model",
 };
 inline constexpr int kRankCounts[] = {1, 2, 3, 5, 8};
 

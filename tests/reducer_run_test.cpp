@@ -99,6 +99,9 @@ TEST_P(Run, WarmUpIsDense) {
   Spec spec = parse_spec(GetParam());
   spec.settings["warmup_steps"] = "3";
   spec.settings["values"] = "fp32";
+  if (feedback_name(Reducer(layout_, spec)) == "momentum") {  // dense it is SGD with momentum
+    spec.settings["feedback"] = "momentum:momentum=0";
+  }
   Cluster warming(3, layout_, spec), dense(3, layout_, "dense");
   for (int s = 0; s < 3; ++s) {
     EXPECT_EQ(warming[0].density(), 1);

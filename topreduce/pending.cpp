@@ -4,8 +4,9 @@
 
 namespace topreduce {
 
-Pending::Pending(std::span<const Segment> segments, std::span<const float> base, float scale)
-    : segments_(segments), base_(base), scale_(scale) {
+Pending::Pending(std::span<const Segment> segments, std::span<const float> base, float scale,
+                 const Drift& drift)
+    : segments_(segments), base_(base), scale_(scale), drift_(drift) {
   for (const Segment& segment : segments) {
     assert(segment.start == size_);
     size_ += static_cast<Index>(segment.size());

@@ -18,15 +18,31 @@ struct Segment {
   std::size_t size() const { return gradient.size(); }
 };
 
+/// How a memory with momentum moves on by itself between two steps; for those who foresee the next.
+struct Drift {
+  std::span<const float> velocity;  ///< flat over the model; empty: it does not move
+  float lasts = 0;                  ///< share of the velocity that lasts
+  float push = 0;                   ///< what a step's change adds to it
+  enum class Sent { stop, go_on } sent = Sent::stop;
+
+  /// What `place` will gain on top of what is left there, after a step that added `change`.
+  float at(std::size_t place, float change) const {
+    const float lasting = lasts * velocity[place], pushed = push * change;
+    return lasts * (lasting + pushed);
+  }
+};
+
 /// What this rank would send if the network were free: owed + gradient of one exchange, seen but
 /// never stored. Segments stand in parameter order, so nothing depends on the caller's bucket cut.
 class Pending {
  public:
-  Pending(std::span<const Segment> segments, std::span<const float> base, float scale);
+  Pending(std::span<const Segment> segments, std::span<const float> base, float scale,
+          const Drift& drift = {});
 
   std::span<const Segment> segments() const { return segments_; }
   Index size() const { return size_; }
   float scale() const { return scale_; }
+  const Drift& drift() const { return drift_; }
   /// The gradient alone: nothing remembered was added.
   bool plain() const { return base_.empty(); }
 
@@ -40,6 +56,7 @@ class Pending {
   std::span<const Segment> segments_;
   std::span<const float> base_;  // flat over all parameters; empty counts as zeros
   float scale_;
+  Drift drift_;
   Index size_ = 0;
 };
 

@@ -11,7 +11,7 @@ namespace topreduce {
 class RandomStream {
  public:
   /// Streams with another purpose share no number.
-  enum class Purpose : std::uint32_t { places = 1, caps = 2, sketch = 3, rows = 4 };
+  enum class Purpose : std::uint32_t { places = 1, caps = 2, sketch = 3, rows = 4, sample = 5 };
 
   RandomStream(std::uint64_t seed, std::uint64_t step, Purpose purpose)
       : key_{static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32)},

@@ -194,7 +194,8 @@ Pending Reducer::Inside::pending(const Parcel& parcel) const {
   const std::span<const float> base =
       remembers ? pipeline.feedback->base() : std::span<const float>();
   const float scale = remembers ? pipeline.feedback->scale() : 1;
-  return {parcel.segments, base, scale / loss_scale};
+  return {parcel.segments, base, scale / loss_scale,
+          remembers ? pipeline.feedback->drift() : Drift()};
 }
 
 feedback::Feedback& Reducer::Inside::memory(const Parcel& parcel) {

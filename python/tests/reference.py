@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, i
     return c0, c1, c2, c3
 
 
-PLACES, CAPS, SKETCH, ROWS = 1, 2, 3, 4  # purposes
+PLACES, CAPS, SKETCH, ROWS, SAMPLE = 1, 2, 3, 4, 5  # purposes
 
 
 def random_block(seed: int, step: int, purpose: int, i: int) -> tuple[int, int, int, int]:
@@ -107,6 +108,8 @@ class Step:
     travel: Callable[[Floats], Floats]  # how a value looks on the other side
     sizes: Sequence[int]  # of the parameters in question
     at_once: bool = False  # one exchange for the whole model
+    drift: Floats | None = None  # what the memory of this rank will gain by itself
+    sent_drift: bool = False  # what was sent, too
 
 
 # ---- select: each rank alone --------------------------------------------------------------------
@@ -150,13 +153,11 @@ def caps_for(
 
 
 @dataclass
-class Carried:
-    """One threshold for the model, foreseen from step to step; caps per parameter."""
+class Foresight:
+    """One threshold for the model, told from what the next step may hold; caps per parameter."""
 
     sizes: Sequence[int]
-    gain: float = 0.02
     threshold: float = 0.0
-    bias: float = 1.0
     last_k: float = 1.0
     shares: list[float] = field(default_factory=list)
 
@@ -171,6 +172,7 @@ class Carried:
             caps = list(self.sizes)
         chosen = []
         left = values.copy() if step.remembers else np.zeros_like(values)
+        drift = np.zeros_like(values) if step.drift is None else step.drift.copy()
         for start, size, cap in zip(starts(self.sizes), self.sizes, caps, strict=True):
             mine = values[start : start + size]
             places = strongest(mine, cap, cut)
@@ -179,32 +181,183 @@ class Carried:
             # step has no cut: there it is the weakest that was sent.
             sent_from = cut or np.abs(mine[places]).min(initial=np.inf)
             left[start : start + size][np.abs(mine) >= sent_from] = 0
-        self.learn(self.foreseen(left, gradient, k), k, cut, [places.size for places in chosen])
-        return np.concatenate([*chosen, np.empty(0, np.int64)])
-
-    def foreseen(self, left: Floats, gradient: Floats, k: int) -> float:
-        """The k-th magnitude of what is left, plus or minus a gradient like this one by turns.
-
-        From every stride-th entry of the model, about 2^17 of them; 0 if there are too few.
-        """
+            if not step.sent_drift:
+                drift[start : start + size][np.abs(mine) >= sent_from] = 0
+        # From every stride-th entry of the model, about 2^17 of them: what is left and drifts on,
+        # plus or minus a gradient like this one by turns.
+        if step.drift is not None:
+            left = left + drift
         stride = max(1, left.size // 2**17) | 1
         sample, change = left[::stride], gradient[::stride].copy()
         change[1::2] *= -1
-        magnitudes = np.sort(np.abs(sample + change))[::-1]
-        rank = max(1, rounded(k / stride))
-        return float(magnitudes[rank - 1]) if rank <= magnitudes.size else 0.0
-
-    def learn(self, foreseen: float, k: int, cut: np.float32, sent: list[int]) -> None:
-        """What the next step will know, if this one is voted through."""
-        count = sum(sent)
-        near = cut > 0 and k / 2 < count < k * 2
-        bias = self.bias * math.pow(count / k, self.gain) if near else 1.0
-        threshold = foreseen * bias if foreseen > 0 else float(cut)
+        sent = [places.size for places in chosen]
+        threshold = self.learn(sample + change, stride, float(cut), sum(sent), step)
         shares = [(share + now) / 2 for share, now in zip(self.shares, sent, strict=True)]
-        self.next = threshold, bias, float(k), shares
+        self.next = threshold, float(k), shares
+        return np.concatenate([*chosen, np.empty(0, np.int64)])
+
+    def learn(self, sample: Floats, stride: int, cut: float, count: int, step: Step) -> float:
+        """The threshold that the next step will know, if this one is voted through."""
+        raise NotImplementedError
 
     def commit(self) -> None:
-        self.threshold, self.bias, self.last_k, self.shares = self.next
+        self.threshold, self.last_k, self.shares = self.next
+
+
+@dataclass
+class Carried(Foresight):
+    """The k-th magnitude of what is foreseen, and a bias that follows the count."""
+
+    gain: float = 0.02
+    bias: float = 1.0
+
+    def learn(self, sample: Floats, stride: int, cut: float, count: int, step: Step) -> float:
+        k = step.k
+        near = cut > 0 and k / 2 < count < k * 2
+        self.next_bias = self.bias * math.pow(count / k, self.gain) if near else 1.0
+        rank = max(1, rounded(k / stride))
+        foreseen = kth(sample, rank) if rank <= sample.size else 0.0
+        return foreseen * self.next_bias if foreseen > 0 else cut
+
+    def commit(self) -> None:
+        super().commit()
+        self.bias = self.next_bias
+
+
+@dataclass
+class ByRule(Foresight):
+    """A published rule: on this very step, or with buckets on what the next one may hold."""
+
+    finish: str = "none"  # send all that is above the cut, "most": at most k, "exact": exactly k
+
+    def cut(self, parts: list[Floats], k: float, step: Step) -> float:
+        """The magnitude from which entries are sent."""
+        raise NotImplementedError
+
+    def choose(self, values: Floats, gradient: Floats, step: Step) -> Places:
+        if not step.at_once:
+            return super().choose(values, gradient, step)
+        parts = [values[at : at + n] for at, n in zip(starts(self.sizes), self.sizes, strict=True)]
+        return self.sent(parts, step.k, step)[0]
+
+    def sent(self, parts: list[Floats], k: float, step: Step) -> tuple[Places, float]:
+        """Which entries, and the magnitude from which that is."""
+        values = np.concatenate([*parts, np.empty(0, np.float32)])
+        if k >= values.size:
+            return strongest(values, values.size), 0.0
+        cut = max(self.cut(parts, k, step), float(np.finfo(np.float32).smallest_subnormal))
+        if self.finish == "none":
+            return strongest(values, values.size, cut), cut
+        wanted = max(1, rounded(k))
+        chosen = strongest(values, wanted, cut)
+        if self.finish == "exact" and chosen.size < wanted:
+            chosen = strongest(values, wanted)
+        return chosen, float(np.abs(values[chosen]).min(initial=np.inf)) if chosen.size else 0.0
+
+    def learn(self, sample: Floats, stride: int, cut: float, count: int, step: Step) -> float:
+        found = 0.0 if step.k >= sum(self.sizes) else self.sent([sample], step.k / stride, step)[1]
+        return found if found > 0 else cut
+
+    def commit(self) -> None:
+        if hasattr(self, "next"):
+            super().commit()
+
+
+def partial_sums(parts: list[Floats], power: Callable[[Any], Any]) -> float:
+    """In float64: of each part 16 sums, then halves onto halves; then the parts."""
+    total = 0.0
+    for part in parts:
+        rows = np.zeros((-(-part.size // 16), 16))
+        rows.flat[: part.size] = power(part.astype(np.float64))
+        sums = np.add.accumulate(rows)[-1] if len(rows) else np.zeros(16)
+        while sums.size > 1:
+            left, right = np.split(sums, 2)
+            sums = left + right
+        total += float(sums[0])
+    return total
+
+
+def above(parts: list[Floats], t: float) -> int:
+    return sum(int((np.abs(part) > np.float32(t)).sum()) for part in parts)
+
+
+def just_above(t: float) -> float:
+    return float(np.nextafter(np.float32(t), np.float32(np.inf)))
+
+
+@dataclass
+class GaussianK(ByRule):
+    """Mean plus as many deviations as a normal distribution needs for k (arXiv 1911.08772)."""
+
+    sides: str = "two"
+    evaluations: int = 3
+
+    def cut(self, parts: list[Floats], k: float, step: Step) -> float:
+        n = sum(part.size for part in parts)
+        total = partial_sums(parts, lambda x: x)
+        mean = total / n
+        variance = (partial_sums(parts, np.square) - total * mean) / max(1, n - 1)
+        tails = 2 if self.sides == "two" else 1
+        t = mean - NormalDist().inv_cdf(k / n / tails) * math.sqrt(max(0.0, variance))
+        for evaluation in range(self.evaluations):
+            count = above(parts, t)
+            factor = 0.5 if count < 2 * k / 3 else 1.5 if count > 4 * k / 3 else 1.0
+            if factor == 1.0 or evaluation + 1 == self.evaluations:
+                break  # the last factor comes too late
+            t *= factor
+        return just_above(t)
+
+
+@dataclass
+class SampledTopK(ByRule):
+    """The threshold of a sample, lowered until 0.8 k are above it (arXiv 1712.01887)."""
+
+    finish: str = "most"
+    sample: float = 0.01
+    adaptations: int = 10
+
+    def cut(self, parts: list[Floats], k: float, step: Step) -> float:
+        values = np.concatenate(parts)
+        n = values.size
+        wanted = max(math.ceil(self.sample * n), math.ceil(2 * n / k))
+        stride = max(1, n // wanted)
+        stride -= stride % 2 == 0
+        sample = values[random_below(stride, step.seed, step.number, SAMPLE, 0) :: stride]
+        t = kth(sample, min(max(1, math.ceil(k / n * sample.size)), sample.size))
+        for _ in range(self.adaptations):
+            if (np.abs(values) >= np.float32(t)).sum() >= 0.8 * k:
+                break
+            t *= 0.8
+        return float(np.float32(t))
+
+
+@dataclass
+class RedSync(ByRule):
+    """A point on the line from the mean magnitude to the largest (arXiv 1808.04357)."""
+
+    search: str = "binary"
+
+    def cut(self, parts: list[Floats], k: float, step: Step) -> float:
+        mean = partial_sums(parts, np.abs) / sum(part.size for part in parts)
+        rise = max(float(np.abs(part).max(initial=0)) for part in parts) - mean
+        low, high, t = 0.0, 1.0, 0.0
+        if self.search == "trimmed":
+            for ratio in (0.8, 0.6, 0.4, 0.2, 0.0):
+                t = mean + ratio * rise
+                if above(parts, t) >= k:
+                    return just_above(t)
+            return 0.0
+        while high - low > 0.2:
+            ratio = (low + high) / 2
+            t = mean + ratio * rise
+            count = above(parts, t)
+            if k < count < 2 * k:
+                break
+            if count < k / 2:
+                high = ratio
+            else:
+                low = ratio
+        return just_above(t)
 
 
 @dataclass
@@ -292,6 +445,7 @@ class Delivery:
     total: Floats  # over the ranks; zero where nothing was delivered
     settled: list[Floats]  # per rank: what it no longer owes
     delivered: int
+    whole: bool = False  # everything went, whatever it was
 
 
 def in_rank_order(parts: Sequence[Floats]) -> Floats:
@@ -325,7 +479,7 @@ def everywhere(pending: list[Floats], places: Places, step: Step) -> Delivery:
 
 
 def dense(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
-    return everywhere(pending, np.arange(pending[0].size), step)
+    return replace(everywhere(pending, np.arange(pending[0].size), step), whole=True)
 
 
 def randk(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
@@ -677,6 +831,7 @@ class NoMemory:
     estimates = False
     started = True
     remembers = False
+    masks = True  # what was sent does not drift
 
     def __init__(self, ranks: int, n: int, together: bool, **_: float) -> None:
         self.together = together
@@ -692,6 +847,10 @@ class NoMemory:
 
     def pending(self, gradient: list[Floats], loss_scale: float, plain: bool) -> list[Floats]:
         return self.change(gradient, loss_scale, plain)
+
+    def drift(self, rank: int) -> Floats | None:
+        """What it gains by itself until the next step; None if nothing."""
+        return None
 
     def commit(self, pending: list[Floats], delivery: Delivery, plain: bool) -> Floats:
         """Returns the mean that everyone applies."""
@@ -772,17 +931,67 @@ class EF21M(EF21):
         return mean
 
 
+class Momentum(Residual):
+    """1712.01887: what piles up is the velocity of SGD with momentum."""
+
+    def __init__(
+        self,
+        ranks: int,
+        n: int,
+        together: bool,
+        momentum: float = 0.9,
+        form: str = "plain",
+        masking: str = "on",
+    ) -> None:
+        super().__init__(ranks, n, together)
+        self.momentum = np.float32(momentum)
+        plain = form == "plain"
+        self.scale = np.float32(1) if plain else 1 + self.momentum
+        self.push = np.float32(1) if plain else self.momentum / (1 + self.momentum)
+        self.masks = masking == "on"
+        self.velocity = self.zeros
+
+    def change(self, gradient: list[Floats], loss_scale: float, plain: bool) -> list[Floats]:
+        scale = self.scale / np.float32(loss_scale)
+        self.changes = [scale * mine for mine in gradient]
+        return self.changes
+
+    def drift(self, rank: int) -> Floats:
+        change = self.changes[rank]
+        speed = self.momentum * self.velocity[rank] + self.push * change
+        return self.momentum * speed
+
+    def commit(self, pending: list[Floats], delivery: Delivery, plain: bool) -> Floats:
+        self.velocity = [
+            self.momentum * speed + self.push * change
+            for speed, change in zip(self.velocity, self.changes, strict=True)
+        ]
+        mean = super().commit(pending, delivery, plain)
+        if self.masks and not delivery.whole:
+            for speed, settled in zip(self.velocity, delivery.settled, strict=True):
+                speed[settled != 0] = 0
+        self.debts = [
+            unsent + self.momentum * speed
+            for unsent, speed in zip(self.debts, self.velocity, strict=True)
+        ]
+        return mean
+
+
 FEEDBACK: dict[str, Callable[..., NoMemory]] = {
     "none": NoMemory,
     "residual": Residual,
     "ef21": EF21,
     "ef21m": EF21M,
+    "momentum": Momentum,
 }
 
-SELECT: dict[str, Callable[..., TopK | Carried | Reused]] = {
+SELECT: dict[str, Callable[..., TopK | Foresight | Reused]] = {
     "topk": TopK,
     "carried": Carried,
     "reused": Reused,
+    "gaussiank": GaussianK,
+    "dgc": SampledTopK,
+    "redsync": RedSync,
 }
 
 EXCHANGE: dict[str, Callable[[list[Floats], list[Places], Step], Delivery]] = {
@@ -805,6 +1014,9 @@ METHODS = {
     "topk_dsa": ("residual", {"model": "topk", "bucket": "carried"}, "topk_dsa"),
     "gtopk": ("residual", {"model": "topk", "bucket": "carried"}, "gtopk"),
     "ok_topk": ("residual", {"model": "reused", "bucket": "reused"}, "ok_topk"),
+    "gaussiank": ("residual", {"model": "gaussiank", "bucket": "gaussiank"}, "gather"),
+    "dgc": ("momentum", {"model": "dgc", "bucket": "dgc"}, "gather"),
+    "redsync": ("residual", {"model": "redsync", "bucket": "redsync"}, "gather"),
 }
 
 # ---- the step -----------------------------------------------------------------------------------
@@ -853,9 +1065,9 @@ def simulate(
     ramp_steps: int = 0,
     seed: int = 0,
     loss_scale: float = 1.0,
-    of_feedback: dict[str, float] | None = None,
+    of_feedback: dict[str, Any] | None = None,
     of_exchange: dict[str, Any] | None = None,
-    **of_stages: float,
+    **of_stages: Any,
 ) -> list[Outcome]:
     """Every step of a run: gradients[step][rank], flat over the layout."""
     feedback = feedback or METHODS[method][0]
@@ -912,7 +1124,9 @@ def simulate(
         finite = all(np.isfinite(mine).all() for mine in [*pending, *gradient])
         if finite:
             if selectors and not whole:
-                chosen = [selectors[r].choose(pending[r], change[r], step) for r in range(ranks)]
+                for r, selector in enumerate(selectors):
+                    alone = replace(step, drift=memory.drift(r), sent_drift=not memory.masks)
+                    chosen.append(selector.choose(pending[r], change[r], alone))
             keeps_state = exchange == "ok_topk" and not whole
             run = ok_topk if keeps_state else EXCHANGE["dense" if whole else exchange]
             delivery = run(pending, chosen, step)
@@ -942,7 +1156,7 @@ def simulate(
     return outcomes
 
 
-def accepted(stage: Callable[..., object], settings: Mapping[str, float]) -> dict[str, Any]:
+def accepted(stage: Callable[..., object], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that a stage has; period, for one, is the selector's and the exchange's."""
     return {
         name: settings[name] for name in inspect.signature(stage).parameters if name in settings

@@ -49,7 +49,7 @@ def check(
     shapes: reference.Shapes,
     gradients: list[list[Floats]],
     loss_scale: float = 1.0,
-    of_feedback: dict[str, float] | None = None,
+    of_feedback: dict[str, Any] | None = None,
     of_exchange: dict[str, Any] | None = None,
     **settings: Any,
 ) -> list[reference.Outcome]:
@@ -156,10 +156,54 @@ def test_without_memory(method: str, granularity: str) -> None:
 
 # Through exact steps, new regions, an all-zero step, a jump of scale, and other buckets each time.
 @pytest.mark.parametrize("granularity", ["model", "bucket"])
-@pytest.mark.parametrize("method", ["topk_dsa", "gtopk", "ok_topk"])
-def test_sparse_allreduce_over_many_steps(method: str, granularity: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_many_steps(method: str, granularity: str) -> None:
     gradients = integer_gradients(SHAPES, 200, 5)
     check(method, SHAPES, gradients, density=0.05, granularity=granularity, seed=3)
+
+
+@pytest.mark.parametrize("granularity", ["model", "bucket"])
+@pytest.mark.parametrize(
+    ("select", "settings"),
+    [
+        ("carried", {"gain": 0.2}),
+        ("reused", {"period": 7}),
+        ("gaussiank", {"sides": "one", "evaluations": 5}),
+        ("gaussiank", {"finish": "exact"}),
+        ("dgc", {"sample": 0.2, "adaptations": 2}),
+        ("redsync", {"search": "trimmed"}),
+        ("redsync", {"finish": "exact"}),
+    ],
+    ids=str,
+)
+def test_many_steps_of_every_select(
+    select: str, settings: dict[str, Any], granularity: str
+) -> None:
+    gradients = integer_gradients(SHAPES, 200, 5)
+    check(
+        "topk", SHAPES, gradients, density=0.05, granularity=granularity, select=select, **settings
+    )
+
+
+# Products with 0.9 are rounded, so this also shows that both round in the same places.
+@pytest.mark.parametrize("of_feedback", [{}, {"momentum": 0.5, "form": "nesterov"}], ids=str)
+@pytest.mark.parametrize("masking", ["on", "off"])
+@pytest.mark.parametrize("method", METHODS)
+def test_momentum(method: str, masking: str, of_feedback: dict[str, Any]) -> None:
+    gradients = integer_gradients(SHAPES, 40, 3)
+    gradients[12][1][7] = np.inf
+    check(
+        method,
+        SHAPES,
+        gradients,
+        loss_scale=16.0,
+        of_feedback=of_feedback | {"masking": masking},
+        feedback="momentum",
+        density=0.05,
+        warmup_steps=2,
+        ramp_steps=6,
+        keep_dense="scale",
+    )
 
 
 @pytest.mark.parametrize("values", ["fp32", "bf16"])

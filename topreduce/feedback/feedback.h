@@ -21,6 +21,9 @@ class Feedback {
   virtual std::span<const float> base() const = 0;
   virtual float scale() const { return 1; }
 
+  /// How it moves on by itself.
+  virtual Drift drift() const { return {}; }
+
   /// Flat over the model, or empty if this memory owes nothing.
   virtual std::span<const float> owed() const { return base(); }
 

@@ -8,22 +8,27 @@ namespace topreduce::select {
 void Sample::begin(std::size_t model, std::size_t size) {
   // An odd stride does not march in step with the rows of a matrix.
   stride_ = std::max<std::size_t>(1, model / size) | 1;
-  values_.clear();
-  values_.reserve(model / stride_ + 1);
+  values_.resize((model + stride_ - 1) / stride_);
 }
 
 void Sample::take(std::size_t offset, const kernels::Terms& terms) {
   for (std::size_t i = first_place(offset); i < terms.size(); i += stride_) {
-    values_.push_back(terms[i]);
+    values_[(offset + i) / stride_] = terms[i];
   }
 }
 
-void Sample::foresee(std::size_t offset, const kernels::Terms& terms, float cut) {
+void Sample::foresee(std::size_t offset, const kernels::Terms& terms, float cut,
+                     const Drift& drift) {
   for (std::size_t i = first_place(offset); i < terms.size(); i += stride_) {
     const float x = terms[i];
-    const float left = terms.base.empty() || std::abs(x) >= cut ? 0 : x;
+    const bool sent = std::abs(x) >= cut;
+    float left = terms.base.empty() || sent ? 0 : x;
     const float gradient = terms.scale * terms.gradient[i];
-    values_.push_back((offset + i) / stride_ % 2 == 0 ? left + gradient : left - gradient);
+    if (!drift.velocity.empty() && !(sent && drift.sent == Drift::Sent::stop)) {
+      left += drift.at(offset + i, gradient);
+    }
+    const std::size_t place = (offset + i) / stride_;
+    values_[place] = place % 2 == 0 ? left + gradient : left - gradient;
   }
 }
 

@@ -1,10 +1,12 @@
 #pragma once
 
 #include "topreduce/kernels/kernels.h"
+#include "topreduce/pending.h"
 
 namespace topreduce::select {
 
-/// Values at evenly spaced places of the flat memory: the same places however the model is cut.
+/// Values at evenly spaced places of the flat memory: the same places, in the same order, however
+/// the model is cut. Complete once all of the model was taken.
 class Sample {
  public:
   /// Starts over; about `size` places out of `model` entries.
@@ -14,12 +16,16 @@ class Sample {
   void take(std::size_t offset, const kernels::Terms& terms);
 
   /// Takes what these places may hold in the next step if everything from `cut` up is sent now:
-  /// what is left, plus or minus this step's gradient by turns.
-  void foresee(std::size_t offset, const kernels::Terms& terms, float cut);
+  /// what is left and what drifts there, plus or minus this step's gradient by turns.
+  void foresee(std::size_t offset, const kernels::Terms& terms, float cut, const Drift& drift);
 
   /// A guess of the k-th largest magnitude of all entries, low enough that about `deviations`
   /// standard deviations of the sampling error lie between it and the truth. 0 if it cannot tell.
   float kth_magnitude(std::size_t k, double deviations) const;
+
+  std::span<const float> values() const { return values_; }
+  /// As a part of the whole: one value stands for so many entries.
+  double stride() const { return static_cast<double>(stride_); }
 
  private:
   std::size_t first_place(std::size_t offset) const {

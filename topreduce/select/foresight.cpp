@@ -1,0 +1,70 @@
+#include "topreduce/select/foresight.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "topreduce/stats.h"
+
+namespace topreduce::select {
+namespace {
+
+constexpr std::size_t kSampleSize = 1 << 17;
+constexpr std::size_t kBlock = 1 << 14;  // looked at and sampled while it is in the cache
+constexpr double kSteepness = 0.3;       // threshold ~ budget^-0.3, when the budget itself changes
+constexpr float kNever = std::numeric_limits<float>::infinity();
+
+}  // namespace
+
+void Foresight::begin(const Budget& budget) {
+  budget_ = budget;
+  sample_.begin(budget.model, kSampleSize);
+  const auto k = static_cast<double>(budget.entries);
+  cut_ = static_cast<float>(threshold_ * std::pow(last_k_ / k, kSteepness));
+  if (budget.entries >= budget.model) cut_ = kNonZero;
+  caps_.begin(budget, cut_ > 0 ? Caps::Threshold::known : Caps::Threshold::unknown);
+}
+
+void Foresight::choose(const Pending& pending, SparseVector& selected, kernels::Seen& seen,
+                       double& look_seconds) {
+  selected.clear();
+  seen = {};
+  for (const Segment& segment : pending.segments()) {
+    const kernels::Terms terms = pending.terms(segment);
+    strongest_.begin(caps_[segment.parameter], cut_);
+    look(segment, pending, seen, look_seconds);
+    if (!seen.finite()) return;
+    const std::size_t before = selected.size();
+    const float weakest = strongest_.finish(selected);
+    caps_.note(segment.parameter, selected.size() - before);
+    if (cut_ == 0) {
+      const bool none = selected.size() == before;
+      sample_.foresee(segment.offset, terms, none ? kNever : weakest, pending.drift());
+    }
+  }
+}
+
+void Foresight::look(const Segment& segment, const Pending& pending, kernels::Seen& seen,
+                     double& look_seconds) {
+  Stopwatch watch(look_seconds);
+  const kernels::Terms terms = pending.terms(segment);
+  for (std::size_t start = 0; start < terms.size(); start += kBlock) {
+    const auto block = terms.part(start, std::min(kBlock, terms.size() - start));
+    strongest_.look(block, segment.start + static_cast<Index>(start), seen);
+    if (cut_ > 0) sample_.foresee(segment.offset + start, block, cut_, pending.drift());
+  }
+}
+
+void Foresight::commit(double threshold) {
+  threshold_ = threshold;
+  last_k_ = static_cast<double>(budget_.entries);
+  caps_.commit();
+}
+
+void Foresight::visit(StateVisitor& visitor) {
+  visitor.number(name_ + ".threshold", threshold_);
+  visitor.number(name_ + ".budget", last_k_);
+  caps_.visit(name_ + ".share", visitor);
+}
+
+}  // namespace topreduce::select
