@@ -22,7 +22,7 @@ def train(rank: Rank, method: str, settings: dict[str, Any]) -> TrainResult:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains(method: str, granularity: str) -> None:
     settings = {"granularity": granularity, **({} if method == "dense" else {"density": 0.05})}
-    first, second = group(2).run(train, method, settings)
+    first, second = group(2).run(train, method, settings, seconds=180)
     # A loss over the same windows, to the last bit: the replicas are the same.
     assert first.validation_loss == second.validation_loss
     assert first.losses != second.losses, "each rank reads its own batches"
