@@ -13,19 +13,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import topreduce
 from topreduce.lab.launch import launch
-from topreduce.lab.train import Progress, TrainOptions, TrainResult, ring_bytes, train_each
+from topreduce.lab.methods import OURS, Method
+from topreduce.lab.models import Workload
+from topreduce.lab.trainer import Trainer
 
-PILOT_STEPS = 16
-PILOTS = 3
+PILOT_STEPS = 48
+PILOTS = 2
 REFERENCE = "topk"
 
 
@@ -39,6 +44,14 @@ class Variant:
     @property
     def name(self) -> str:
         return ", ".join([self.method, *(f"{name}={value}" for name, value in self.settings)])
+
+    def spec(self, density: float, steps: int) -> str:
+        settings = dict(self.settings)
+        if self.method != "dense":
+            start = {"warmup_steps": steps // 20, "ramp_steps": steps // 10}
+            settings = {"density": f"{density:.6g}", **start, **settings}
+        words = ",".join(f"{name}={value}" for name, value in settings.items())
+        return f"{OURS}{self.method}:{words}" if words else f"{OURS}{self.method}"
 
 
 def variant(method: str, **settings: Any) -> Variant:
@@ -63,76 +76,86 @@ def variants(only: list[str]) -> Iterator[Variant]:
             yield from (extra for extra in EXTRA if extra.method == name)
 
 
-def options(
-    asked: argparse.Namespace, chosen: Variant, density: float, **more: Any
-) -> TrainOptions:
-    steps = more.get("steps", asked.steps)
-    sparse = {
-        "density": density,
-        "warmup_steps": steps // 20,
-        "ramp_steps": steps // 10,
-        **dict(chosen.settings),
-    }
-    return TrainOptions(
-        method=chosen.method,
-        attach={} if chosen.method == "dense" else sparse,
-        **{"steps": asked.steps, "batch": asked.batch, "model": asked.model, **more},
-    )
+@dataclass(frozen=True)
+class Run:
+    name: str
+    spec: str
+    steps: int
+    workload: Workload
 
 
-def train(asked: argparse.Namespace, runs: list[TrainOptions], label: str) -> list[TrainResult]:
-    """All runs in the same processes; a line for each as it ends."""
-    done, started = 0, time.perf_counter()
+@dataclass(frozen=True)
+class Result:
+    loss: float  # on the data kept back
+    bytes: float  # per step and rank, over the second half of the steps
+    dense_bytes: float  # what a ring would send
 
-    def show(report: Progress) -> None:
-        nonlocal done, started
-        if report.step == runs[done].steps:
-            done += 1
+
+def train_each(
+    rank: int, world_size: int, runs: list[Run], report: Callable[[str], None]
+) -> list[Result]:
+    """All runs one after the other in the same processes."""
+    torch.set_num_threads(1)
+    results = []
+    for done, run in enumerate(runs, 1):
+        started = time.perf_counter()
+        trainer = Trainer(rank, run.workload, Method(run.name, run.spec))
+        sent = []
+        for step in range(run.steps):
+            rate = 0.55 + 0.45 * math.cos(math.pi * step / run.steps)
+            sent.append(trainer.step(rate).stats["bytes_sent"])
+        loss = trainer.validation_loss()
+        trainer.close()
+        entries = sum(parameter.numel() for parameter in trainer.task.model.parameters())
+        ring = 2 * (world_size - 1) / world_size * 4 * entries
+        results.append(Result(loss, statistics.mean(sent[run.steps // 2 :]), ring))
+        if rank == 0:
             seconds = time.perf_counter() - started
-            print(f"# {label} {done}/{len(runs)} {report.method} {seconds:.0f} s", flush=True)
-            started = time.perf_counter()
-
-    return launch(train_each, asked.ranks, runs, show)[0]
+            report(f"# {done}/{len(runs)} {run.name}: {seconds:.0f} s")
+    return results
 
 
-def bytes_per_step(result: TrainResult) -> float:
-    return statistics.mean(result.bytes_sent[len(result.bytes_sent) // 2 :])
-
-
-def show(asked: argparse.Namespace, rows: list[dict[str, Any]], title: str) -> None:
-    dense = ring_bytes(rows[0]["parameters"], asked.ranks)
-    print(f"\n{title}: {asked.ranks} ranks, {asked.steps} steps, {asked.model}")
-    print(f"{'':40} {'density':>8} {'loss':>7} {'kB/step':>9} {'of dense':>8}")
-    for row in rows:
-        print(
-            f"{row['name']:40} {row['density']:8.4f} {row['loss']:7.3f} "
-            f"{row['bytes'] / 1e3:9.1f} {row['bytes'] / dense:8.4f}",
-            flush=True,
+def train(
+    asked: argparse.Namespace, densities: dict[Variant, float], steps: int, seeds: int
+) -> dict[Variant, list[Result]]:
+    """The results by variant, one for each seed."""
+    runs = [
+        Run(
+            each.name,
+            each.spec(density, steps),
+            steps,
+            Workload(model=asked.model, batch=asked.batch, seed=seed),
         )
+        for each, density in densities.items()
+        for seed in range(seeds)
+    ]
+    results = iter(launch(train_each, asked.ranks, runs, print)[0])
+    return {each: [next(results) for _ in range(seeds)] for each in densities}
 
 
 def measure(
     asked: argparse.Namespace, densities: dict[Variant, float], title: str
 ) -> list[dict[str, Any]]:
-    runs = [
-        options(asked, each, density, seed=seed)
-        for each, density in densities.items()
-        for seed in range(asked.seeds)
-    ]
-    results = train(asked, runs, title)
+    print(f"\n{title}: {asked.ranks} ranks, {asked.steps} steps, {asked.model}")
     rows = []
-    for i, (each, density) in enumerate(densities.items()):
-        mine = results[i * asked.seeds : (i + 1) * asked.seeds]
+    for each, results in train(asked, densities, asked.steps, asked.seeds).items():
+        sent = statistics.mean(result.bytes for result in results)
         rows.append(
             {
                 "name": each.name,
-                "density": 1.0 if each.method == "dense" else density,
-                "loss": statistics.mean(result.validation_loss for result in mine),
-                "bytes": statistics.mean(map(bytes_per_step, mine)),
-                "parameters": mine[0].parameters,
+                "density": 1.0 if each.method == "dense" else densities[each],
+                "loss": statistics.mean(result.loss for result in results),
+                "bytes": sent,
+                "of_dense": sent / results[0].dense_bytes,
             }
         )
-    show(asked, rows, title)
+    print(f"{'':40} {'density':>8} {'loss':>7} {'kB/step':>9} {'of dense':>8}")
+    for row in rows:
+        print(
+            f"{row['name']:40} {row['density']:8.4f} {row['loss']:7.3f} "
+            f"{row['bytes'] / 1e3:9.1f} {row['of_dense']:8.4f}",
+            flush=True,
+        )
     return rows
 
 
@@ -142,15 +165,14 @@ def equal_bytes(
     """The densities at which a few steps send about `target` bytes."""
     densities = dict.fromkeys(chosen, asked.density)
     for _ in range(PILOTS):
-        pilots = [options(asked, each, densities[each], steps=PILOT_STEPS) for each in chosen]
-        for each, result in zip(chosen, train(asked, pilots, "pilot"), strict=True):
-            ratio = target / max(1.0, bytes_per_step(result))
+        for each, (result,) in train(asked, densities, PILOT_STEPS, 1).items():
+            ratio = target / max(1.0, result.bytes)
             densities[each] = min(1.0, max(asked.density / 50, densities[each] * ratio))
     return densities
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--methods", nargs="+", default=[], help="only these")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--ranks", type=int, default=4)
@@ -161,12 +183,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
     asked = parser.parse_args()
     chosen = list(variants(asked.methods))
-    tables = {"equal density": measure(asked, dict.fromkeys(chosen, asked.density), "density")}
-    by_name = {row["name"]: row for row in tables["equal density"]}
+    tables = {"density": measure(asked, dict.fromkeys(chosen, asked.density), "equal density")}
+    by_name = {row["name"]: row for row in tables["density"]}
     if REFERENCE in by_name:
         others = [each for each in chosen if each.name not in ("dense", REFERENCE)]
         densities = equal_bytes(asked, others, by_name[REFERENCE]["bytes"])
-        tables["equal bytes"] = measure(asked, densities, "bytes")
+        tables["bytes"] = measure(asked, densities, "near-equal bytes")
     if asked.json:
         asked.json.write_text(json.dumps(tables, indent=1) + "\n")
 
