@@ -87,7 +87,7 @@ INSTANTIATE_TEST_SUITE_P(Wire, WireRoundTrip, testing::ValuesIn(kEncodings));
 
 void expect_round_trip(Index universe, Values values, const std::vector<Index>& indices) {
   const auto envelope = envelope_of(universe, values);
-  for (const Vote vote : {Vote::no, Vote::yes}) {
+  for (const Vote vote : {Vote::no, Vote::yes, Vote::ask}) {
     auto sent = entries_at(indices);
     const auto original = sent;
     Bytes message;

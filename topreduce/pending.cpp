@@ -8,8 +8,8 @@ Pending::Pending(std::span<const Segment> segments, std::span<const float> base,
                  const Drift& drift)
     : segments_(segments), base_(base), scale_(scale), drift_(drift) {
   for (const Segment& segment : segments) {
-    assert(segment.start == size_);
-    size_ += static_cast<Index>(segment.size());
+    assert(segment.start >= size_);
+    size_ = segment.start + static_cast<Index>(segment.size());
   }
 }
 

@@ -14,6 +14,7 @@ struct Segment {
   Index start = 0;            ///< its first entry in the exchange's numbering
   std::size_t offset = 0;     ///< its first entry in the flat memory
   std::span<float> gradient;  ///< the caller's
+  std::size_t number = 0;     ///< the parameter's number in the whole layout
 
   std::size_t size() const { return gradient.size(); }
 };
@@ -33,7 +34,8 @@ struct Drift {
 };
 
 /// What this rank would send if the network were free: owed + gradient of one exchange, seen but
-/// never stored. Segments stand in parameter order, so nothing depends on the caller's bucket cut.
+/// never stored. Segments stand in parameter order, so nothing depends on the caller's bucket cut;
+/// when a step is committed, those that nobody used are left out.
 class Pending {
  public:
   Pending(std::span<const Segment> segments, std::span<const float> base, float scale,

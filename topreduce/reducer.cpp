@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "topreduce/agreement.h"
+#include "topreduce/attendance.h"
 #include "topreduce/parcel.h"
 #include "topreduce/pipeline.h"
 #include "topreduce/version.h"
@@ -50,6 +51,7 @@ struct Reducer::Inside {
 
   void begin(Communicator& communicator, float scale);
   void add(std::span<const std::size_t> parameters, std::span<float> gradient);
+  void attend(const Attendance& attendance);
   void finish();
   void abandon() noexcept;
 
@@ -59,6 +61,7 @@ struct Reducer::Inside {
   Pending pending(const Parcel& parcel) const;
   feedback::Feedback& memory(const Parcel& parcel);
   void exchange(Parcel& parcel);
+  void leave_out_unused(Parcel& parcel);
   void commit();
   void spoil();
 
@@ -81,6 +84,7 @@ struct Reducer::Inside {
   Regime regime = Regime::compress;
   select::Budget budget;
   exchange::Courier courier;
+  RollCall roll;
   std::vector<char> added;  // per parameter of the layout
   std::size_t missing = 0;
   std::vector<Parcel> parcels;  // reused from step to step; the first `open_parcels` are in use
@@ -120,6 +124,7 @@ void Reducer::Inside::begin(Communicator& communicator, float scale) {
   running.entries = layout.size();
   running.budget = budget.entries + pipeline.kept.size();
   courier.begin(*comm, running);
+  roll.begin(layout.count(), comm->size());
   std::ranges::fill(added, 0);
   missing = layout.count();
   open_parcels = 0;
@@ -179,13 +184,27 @@ void Reducer::Inside::add(std::span<const std::size_t> parameters, std::span<flo
     const bool kept = place.home == Home::kept;
     const Parameter& parameter = (kept ? pipeline.kept : pipeline.compressed)[place.parameter];
     parcels[first + (kept ? 1 : 0)].segments.push_back(
-        {place.parameter, 0, parameter.offset, gradient.subspan(start, parameter.size)});
+        {place.parameter, 0, parameter.offset, gradient.subspan(start, parameter.size), id});
     start += parameter.size;
   }
   if (now) {
     exchange(parcels[first]);
     exchange(parcels[first + 1]);
   }
+}
+
+void Reducer::Inside::attend(const Attendance& attendance) {
+  if (comm == nullptr) throw std::invalid_argument("attend: no step is open; call begin first");
+  if (missing == 0 && layout.count() != 0) {
+    throw std::invalid_argument("attend: the last bucket is through; call it before");
+  }
+  for (const std::size_t id : attendance.unused) {
+    if (id >= layout.count()) {
+      throw std::invalid_argument("attend: there is no parameter " + std::to_string(id) +
+                                  "; the layout has " + std::to_string(layout.count()));
+    }
+  }
+  roll.note(attendance);
 }
 
 Pending Reducer::Inside::pending(const Parcel& parcel) const {
@@ -226,7 +245,7 @@ void Reducer::Inside::exchange(Parcel& parcel) {
 
   const wire::Envelope envelope{run, step, static_cast<std::uint32_t>(&parcel - parcels.data()),
                                 sight.size(), pipeline.values};
-  courier.open(envelope, parcel.seen.finite() ? Vote::yes : Vote::no);
+  courier.open(envelope, !parcel.seen.finite() ? Vote::no : roll.asks() ? Vote::ask : Vote::yes);
   (whole ? *dense : *pipeline.exchange)
       .run(sight, parcel.selected, budget, courier, parcel.delivery);
 }
@@ -248,7 +267,11 @@ void Reducer::Inside::finish() {
     exchange(parcels[0]);
     exchange(parcels[1]);
   }
-  running.finite = courier.vote() == Vote::yes;
+  if (courier.vote() == Vote::ask) {
+    roll.hold({.run = run, .step = step, .bucket = static_cast<std::uint32_t>(open_parcels)},
+              courier);
+  }
+  running.finite = courier.vote() != Vote::no;
   {
     Stopwatch watch(running[Stage::commit]);
     running.finite ? commit() : spoil();
@@ -261,17 +284,37 @@ void Reducer::Inside::finish() {
   comm = nullptr;
 }
 
+// What nobody used is not delivered: whatever was exchanged of it stays owed.
+void Reducer::Inside::leave_out_unused(Parcel& parcel) {
+  const bool whole = parcel.delivery.extent == exchange::Delivery::Extent::whole;
+  std::erase_if(parcel.segments, [&](const Segment& segment) {
+    if (roll.used(segment.number)) return false;
+    const auto& places = parcel.delivery.sum.indices;
+    const auto first = std::ranges::lower_bound(places, segment.start);
+    const auto last =
+        std::ranges::lower_bound(places, static_cast<Index>(segment.start + segment.size()));
+    running.delivered -= whole ? segment.size() : static_cast<std::size_t>(last - first);
+    return true;
+  });
+}
+
 void Reducer::Inside::commit() {
   double energy = 0, gone = 0;
   for (Parcel& parcel : std::span(parcels).first(open_parcels)) {
     if (parcel.segments.empty()) continue;
     const bool whole = parcel.delivery.extent == exchange::Delivery::Extent::whole;
-    const Pending sight = pending(parcel);
     running.selected +=
         whole || !pipeline.selector ? parcel.delivery.delivered() : parcel.selected.size();
     running.delivered += parcel.delivery.delivered();
     energy += parcel.seen.energy;
-    gone += memory(parcel).commit(sight, parcel.delivery, comm->size(), loss_scale);
+    if (!roll.all_used()) leave_out_unused(parcel);
+    feedback::Feedback& kept = memory(parcel);
+    // An estimate stays a mean over all ranks; only what is handed out is divided otherwise.
+    const bool rescale = kept.is_estimate();
+    const int divisor = rescale ? comm->size() : roll.divisor();
+    const float unit = static_cast<float>(comm->size()) / static_cast<float>(roll.divisor());
+    gone += kept.commit(pending(parcel), parcel.delivery, divisor,
+                        rescale ? loss_scale * unit : loss_scale);
   }
   if (regime == Regime::compress) {
     if (pipeline.selector) pipeline.selector->commit();
@@ -325,6 +368,10 @@ void Reducer::add(std::span<const std::size_t> parameters, std::span<float> grad
     abandon();
     throw;
   }
+}
+
+void Reducer::attend(const Attendance& attendance) {
+  inside_->attend(attendance);
 }
 
 const StepStats& Reducer::finish() {

@@ -5,6 +5,7 @@
 #include <string>
 #include <string_view>
 
+#include "topreduce/attendance.h"
 #include "topreduce/comm/communicator.h"
 #include "topreduce/layout.h"
 #include "topreduce/spec.h"
@@ -45,6 +46,10 @@ class Reducer {
   /// Hands over the gradients of some parameters (numbers in the layout), one after the other in
   /// `gradient`, which must stay alive and untouched until `finish`. Every parameter once per step.
   void add(std::span<const std::size_t> parameters, std::span<float> gradient);
+
+  /// Says of the open step, before its last bucket, that this rank left parameters unused, or has
+  /// run out of data. What no rank used is not delivered: its gradient and what is owed stay.
+  void attend(const Attendance& attendance);
 
   /// Votes, commits, and replaces every gradient with the mean over the ranks. If any rank had an
   /// infinity or NaN, nothing is committed and every gradient becomes NaN, on all ranks.

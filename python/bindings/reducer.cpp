@@ -97,6 +97,22 @@ struct Owner {
     }
   }
 
+  void attend(const std::vector<std::size_t>& unused, std::string_view presence,
+              std::string_view divisor) {
+    using topreduce::Attendance;
+    if (presence != "present" && presence != "joined") {
+      throw nb::value_error("attend: presence must be 'present' or 'joined'");
+    }
+    if (divisor != "ranks" && divisor != "present") {
+      throw nb::value_error("attend: divisor must be 'ranks' or 'present'");
+    }
+    reducer.attend({.presence = presence == "joined" ? Attendance::Presence::joined
+                                                     : Attendance::Presence::present,
+                    .divisor = divisor == "present" ? Attendance::Divisor::present
+                                                    : Attendance::Divisor::ranks,
+                    .unused = unused});
+  }
+
   StepStats finish() {
     const std::vector<nb::object> until_finished = std::exchange(held, {});
     const nb::gil_scoped_release release;
@@ -156,15 +172,28 @@ void bind_reducer(nb::module_& module) {
                    "numpy.typing.NDArray[numpy.float32]) -> None"),
            "Hand over gradients of some parameters, one after the other in one float32 array that\n"
            "stays untouched until `finish` writes the mean into it.")
+      .def("attend", &Owner::attend, "unused"_a = std::vector<std::size_t>(),
+           "presence"_a = "present", "divisor"_a = "ranks",
+           nb::sig("def attend(self, unused: collections.abc.Sequence[int] = (), presence: str = "
+                   "'present', divisor: str = 'ranks') -> None"),
+           "Say, before the last `add`, which parameters this rank left `unused`, whether it has\n"
+           "'joined' (is out of data), and if means are over all ranks or those 'present'.\n"
+           "What no rank used is not delivered.")
       .def("finish", &Owner::finish, "Replace every gradient with the mean over the ranks.")
       .def("abandon", &Owner::abandon, "Drop an open step.")
       .def(
           "configure",
           [](Owner& self, const nb::kwargs& changes) {
-            self.reducer.configure(with_settings({}, changes));
+            Spec spec = with_settings({}, changes);
+            if (const auto method = spec.settings.find("method"); method != spec.settings.end()) {
+              spec.name = method->second;
+              spec.settings.erase(method);
+            }
+            self.reducer.configure(spec);
           },
           "changes"_a, nb::sig("def configure(self, **changes: object) -> None"),
-          "Change settings between steps, the same on all ranks; what is owed stays.")
+          "Change settings, or the method, between steps, the same on all ranks; what is owed "
+          "stays.")
       .def(
           "bypass", [](Owner& self) { self.reducer.set_mode(Reducer::Mode::bypass); },
           "From the next step on average densely; what is owed waits.")

@@ -19,7 +19,9 @@ void Courier::open(const wire::Envelope& envelope, wire::Vote vote) {
 }
 
 void Courier::hear(wire::Vote vote) {
-  if (vote == wire::Vote::no) vote_ = wire::Vote::no;
+  if (vote == wire::Vote::no || (vote == wire::Vote::ask && vote_ == wire::Vote::yes)) {
+    vote_ = vote;
+  }
 }
 
 template <class Read>

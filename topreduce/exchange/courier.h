@@ -63,7 +63,7 @@ class Courier {
   /// Where an exchange books the time of its own computing.
   double& seconds(Stage stage) { return (*stats_)[stage]; }
 
-  /// Yes only while every rank heard from so far, and this one, voted yes.
+  /// What the votes of every rank heard from so far, and of this one, come to.
   wire::Vote vote() const { return vote_; }
 
  private:

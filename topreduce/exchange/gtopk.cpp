@@ -29,7 +29,9 @@ class GTopk final : public Exchange {
  public:
   void run(const Pending& pending, const SparseVector& selected, const select::Budget& budget,
            Courier& courier, Delivery& delivery) override {
-    const bool at_once = budget.exchanges == select::Budget::Exchanges::one;
+    // A budget for everything cuts nothing, however the entries lie.
+    const bool at_once =
+        budget.exchanges == select::Budget::Exchanges::one || budget.entries >= budget.model;
     const int rank = courier.rank(), ranks = courier.ranks();
     // What changes on this rank's way: its own entries, then all that it cuts and rounds.
     const auto rounds = static_cast<std::size_t>(rounds_up(ranks));

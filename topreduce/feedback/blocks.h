@@ -11,9 +11,11 @@ class Cursor {
  public:
   explicit Cursor(const SparseVector& entries) : entries_(entries) {}
 
-  /// Calls visit(i - start, value) for the entries in [start, end); calls must go forward.
+  /// Calls visit(i - start, value) for the entries in [start, end); calls must go forward, and may
+  /// leave stretches out.
   template <class Visit>
   void advance(std::size_t start, std::size_t end, Visit&& visit) {
+    while (next_ < entries_.size() && entries_.indices[next_] < start) ++next_;
     for (; next_ < entries_.size() && entries_.indices[next_] < end; ++next_) {
       visit(entries_.indices[next_] - start, entries_.values[next_]);
     }

@@ -88,7 +88,7 @@ Opened open(const Envelope& expected, Kind kind, std::span<const std::byte> mess
   const std::uint32_t count = word_at(kAtCount);
   expect(count <= expected.universe, "count", count, "at most ", expected.universe);
   const std::uint8_t vote = byte_at(kAtVote);
-  expect(vote <= static_cast<std::uint8_t>(Vote::yes), "vote", vote, "at most ", 1);
+  expect(vote <= static_cast<std::uint8_t>(Vote::ask), "vote", vote, "at most ", 2);
   return {static_cast<Vote>(vote), count, payload};
 }
 

@@ -22,8 +22,9 @@ struct Envelope {
   Values values = Values::fp32;
 };
 
-/// A rank's say in the vote; it rides in every message. Yes and yes is yes, all else is no.
-enum class Vote : std::uint8_t { no = 0, yes = 1 };
+/// A rank's say in the vote; it rides in every message. One no makes it no; else one ask, which
+/// says yes but wants all ranks to hear it out before they commit, makes it ask.
+enum class Vote : std::uint8_t { no = 0, yes = 1, ask = 2 };
 
 /// Appends one message with `entries` to `out`. Rounds entries.values to what receivers will read.
 void pack(const Envelope& envelope, Vote vote, SparseVector& entries, Bytes& out);

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from topreduce import Layout, Reducer
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.steps import Steps
+from topreduce.torch.surroundings import Scaler, Surroundings
 from topreduce.torch.sync import Sync, as_setting
 
 _TIMEOUT = timedelta(minutes=5)
@@ -29,14 +30,16 @@ class _Dispatcher:
         # may lead back to the DDP model.
         self._group = group
         self.steps: Steps | None = None
+        self.owed = ""  # says so if an earlier handle left debts
 
     def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
         if self.steps is not None:
             return self.steps.take(bucket)
         return allreduce_hook(self._group, bucket)
 
-    def release(self) -> None:
-        self.steps = None
+    def release(self, owed: str) -> None:
+        """DDP averages by itself again. `owed`: in words, what the handle leaves unpaid."""
+        self.steps, self.owed = None, owed
 
     def __reduce__(self) -> tuple[Any, ...]:
         return object, ()  # a copy of the DDP model is not attached
@@ -64,6 +67,7 @@ def attach(
     warmup_steps: int = 0,
     ramp_steps: int = 0,
     seed: int = 0,
+    scaler: Scaler | None = None,
     timeout: timedelta = _TIMEOUT,
     **settings: object,
 ) -> Sync:
@@ -73,7 +77,8 @@ def attach(
     method, settings or version, all of them raise and nothing is attached. What is None has the
     method's default; `topreduce methods` lists them. The first `warmup_steps` are dense, then
     the density falls geometrically over `ramp_steps`. `keep_dense`: patterns such as "*norm*" for
-    parameters that are never cut. `timeout`: how long to wait for a silent peer.
+    parameters that are never cut. `scaler`: the GradScaler that multiplies your loss, so that what
+    is owed is kept without its factor. `timeout`: how long to wait for a silent peer.
     """
     _check_type(ddp)
     dispatcher = _dispatchers.get(ddp)
@@ -93,7 +98,7 @@ def attach(
     }
     comm = GroupCommunicator(ddp.process_group, timeout if _is_valid(timeout) else _TIMEOUT)
     try:
-        reducer, numbers = _prepare_together(comm, ddp, method, given, timeout)
+        reducer, parameters = _prepare_together(comm, ddp, method, given, timeout, scaler)
         reducer.agree(comm)
         if dispatcher is None:
             dispatcher = _Dispatcher(ddp.process_group)
@@ -102,7 +107,10 @@ def attach(
     except BaseException as error:
         comm.close(f"attach: {error}")
         raise
-    dispatcher.steps = Steps(reducer, comm, numbers)
+    surroundings = Surroundings(ddp, parameters.values(), _frozen(ddp), scaler)
+    surroundings.forgotten, dispatcher.owed = dispatcher.owed, ""
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters.values())}
+    dispatcher.steps = Steps(reducer, comm, numbers, surroundings)
     return Sync(reducer, comm, dispatcher.steps, dispatcher.release)
 
 
@@ -112,11 +120,12 @@ def _prepare_together(
     method: str,
     given: dict[str, object],
     timeout: timedelta,
-) -> tuple[Reducer, dict[int, int]]:
+    scaler: object,
+) -> tuple[Reducer, dict[str, torch.nn.Parameter]]:
     """`_prepare` on all ranks or on none: a rank that refuses leaves nobody waiting."""
     refusal: Exception | None = None
     try:
-        prepared = _prepare(ddp, method, given, timeout)
+        prepared = _prepare(ddp, method, given, timeout, scaler)
     except Exception as error:
         refusal = error
     try:
@@ -130,11 +139,17 @@ def _prepare_together(
 
 
 def _prepare(
-    ddp: DistributedDataParallel, method: str, given: dict[str, object], timeout: timedelta
-) -> tuple[Reducer, dict[int, int]]:
-    """A reducer for the model, and the number that each parameter, by its id(), has in it."""
+    ddp: DistributedDataParallel,
+    method: str,
+    given: dict[str, object],
+    timeout: timedelta,
+    scaler: object,
+) -> tuple[Reducer, dict[str, torch.nn.Parameter]]:
+    """A reducer for the model, and the model's parameters in its order."""
     if not _is_valid(timeout):
         raise ValueError(f"timeout must be a positive timedelta, not {timeout!r}")
+    if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
+        raise ValueError(f"scaler must be a GradScaler, not {type(scaler).__name__}")
     if ddp not in _dispatchers:
         hook = ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
         if hook:
@@ -142,8 +157,7 @@ def _prepare(
     parameters = _parameters(ddp)
     layout = Layout([(name, _stored_shape(each)) for name, each in parameters.items()])
     settings = {name: value for name, value in given.items() if value is not None}
-    numbers = {id(parameter): number for number, parameter in enumerate(parameters.values())}
-    return Reducer(layout, method, **settings), numbers
+    return Reducer(layout, method, **settings), parameters
 
 
 def _parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
@@ -156,7 +170,7 @@ def _parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     parameters = {}
     for name, parameter in ddp.module.named_parameters():
         if id(parameter) in reduced:
-            parameters[name] = parameter
+            parameters[_plain(name)] = parameter
         elif parameter.requires_grad and name not in ddp.parameters_to_ignore:
             raise ValueError(
                 f"{name} was frozen when DDP wrapped it, and never gets a mean: {_REMEDY}"
@@ -167,6 +181,19 @@ def _parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
         if parameter.device.type != "cpu":
             raise ValueError(f"{name} is on {parameter.device}; only CPU gradients are supported")
     return parameters
+
+
+def _frozen(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    return {
+        _plain(name): parameter
+        for name, parameter in ddp.module.named_parameters()
+        if not parameter.requires_grad and name not in ddp.parameters_to_ignore
+    }
+
+
+def _plain(name: str) -> str:
+    """The name that a parameter has without torch.compile, so that checkpoints fit both."""
+    return name.replace("_orig_mod.", "")
 
 
 def _stored_shape(parameter: torch.Tensor) -> list[int]:

@@ -21,6 +21,7 @@ from torch.futures import Future
 
 from topreduce import CommError, Reducer, StepStats, WireError
 from topreduce.torch.process_group import GroupCommunicator
+from topreduce.torch.surroundings import Attendance, Surroundings
 
 _HISTORY = 1000
 
@@ -32,6 +33,8 @@ class _Step:
         self.error = error
         self.in_backward = True
         self.density = 1.0
+        self.loss_scale = 1.0
+        self.attendance = Attendance()
         self.last_handed_over = 0.0  # when backward began to wait
         self.buckets: list[_Bucket] = []
         self.over = threading.Event()
@@ -65,7 +68,11 @@ class Steps:
     """Runs the steps of one attached model."""
 
     def __init__(
-        self, reducer: Reducer, comm: GroupCommunicator, numbers: Mapping[int, int]
+        self,
+        reducer: Reducer,
+        comm: GroupCommunicator,
+        numbers: Mapping[int, int],
+        surroundings: Surroundings,
     ) -> None:
         """`numbers`: a parameter's id() and its number in the reducer's layout."""
         self.broken: Exception | None = None  # why no further step is possible
@@ -73,6 +80,7 @@ class Steps:
         self._reducer = reducer
         self._comm = comm
         self._numbers = numbers
+        self.surroundings = surroundings
         self._step = _Step(None)
         self._step.over.set()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -88,7 +96,14 @@ class Steps:
         if taken.is_first:
             self._step = _Step(self.broken)
             self._step.in_backward = _raise_at_the_end_of_backward(self._step)
+            try:
+                self._step.loss_scale = self.surroundings.loss_scale()
+                self.surroundings.warn()
+            except Exception as error:  # a warning may be one
+                self._step.error = self.fail(error)
         step = self._step
+        if taken.is_last:
+            step.attendance = self.surroundings.attendance(in_backward=step.in_backward)
         step.last_handed_over = time.perf_counter()
         self._tasks.put(lambda: self._reduce(step, taken))
         if taken.is_last and not step.in_backward:  # a rank that has joined early
@@ -145,7 +160,9 @@ class Steps:
     def _advance(self, step: _Step, bucket: _Bucket) -> None:
         if bucket.is_first:
             step.density = self._reducer.density
-            self._begin(self._reducer.step)
+            self._begin(self._reducer.step, step.loss_scale)
+        if bucket.is_last and step.attendance != Attendance():
+            self._reducer.attend(**vars(step.attendance))
         self._reducer.add([self._number(each) for each in bucket.parameters], bucket.gradient())
         if bucket.is_last:
             stats = self._reducer.finish()
@@ -155,11 +172,11 @@ class Steps:
             waited = time.perf_counter() - step.last_handed_over
             self.history.append(self.record(stats, step.density, waited))
 
-    def _begin(self, number: int) -> None:
+    def _begin(self, number: int, loss_scale: float) -> None:
         self._reducer.abandon()  # a backward pass that the user's code cut short
         self._comm.start_step(number)
         try:
-            self._reducer.begin(self._comm)
+            self._reducer.begin(self._comm, loss_scale)
         finally:
             # After a change the ranks compare their settings first. Where they differ all of them
             # raise, and are still in step.

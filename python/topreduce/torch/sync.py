@@ -22,9 +22,9 @@ class Sync:
         reducer: Reducer,
         comm: GroupCommunicator,
         steps: Steps,
-        release: Callable[[], None],
+        release: Callable[[str], None],
     ) -> None:
-        """`release` makes DDP average by itself again."""
+        """`release` makes DDP average by itself again; it is told what stays unpaid."""
         self._reducer = reducer
         self._comm = comm
         self._steps = steps
@@ -71,6 +71,7 @@ class Sync:
         """Goes on where `state_dict()` was taken; ValueError, with what differs, if it cannot."""
         self._steps.settle()
         checkpoint.unpack(state, self._reducer, self._comm.rank, self._comm.size)
+        self._steps.surroundings.debts_are_known()
 
     def detach(self) -> None:
         """DDP averages by itself again; what is owed stays readable here, and is not applied.
@@ -79,7 +80,9 @@ class Sync:
         """
         if self._attached:
             self._attached = False
-            self._release()
+            owes = self._reducer.step > 0 and self._reducer.state()["entries"]
+            self._release("the model was attached before" if owes else "")
+            self._steps.surroundings.release()
             self._steps.stop()
             self._comm.close()
 

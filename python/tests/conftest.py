@@ -1,0 +1,19 @@
+"""Options of the suite."""
+
+import os
+
+import pytest
+from processes import NAIVE
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--naive",
+        action="store_true",
+        help="replace attach() by one that keeps its state by place in the buckets (naive.py)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--naive"):
+        os.environ[NAIVE] = "1"  # ranks read it

@@ -1,0 +1,123 @@
+"""What a step must know of the model around it, beside the gradients in its buckets."""
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+_REMEDY = "wrap the model in a new DistributedDataParallel and attach to that"
+
+
+class Scaler(Protocol):
+    """torch.amp.GradScaler, or anything else that multiplies the loss."""
+
+    def get_scale(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Attendance:
+    """What this rank has to say of a step beside its gradients; see Reducer.attend."""
+
+    unused: tuple[int, ...] = ()
+    presence: str = "present"
+    divisor: str = "ranks"
+
+
+class Surroundings:
+    """Watches one DDP model. DDP owns what owns this, so nothing here leads back to DDP."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        parameters: Iterable[torch.nn.Parameter],
+        frozen: Mapping[str, torch.nn.Parameter],
+        scaler: Scaler | None,
+    ) -> None:
+        """`parameters`: those that DDP reduces, in the layout's order; `frozen`: all others."""
+        self._known = False  # what is owed, since the last step
+        self.forgotten = ""  # how the model came to a state whose debts are not known here
+        self._ddp = weakref.ref(ddp)
+        self._frozen = dict(frozen)
+        self._scaler = scaler
+        self._used: set[int] = set()
+        self._handles: list[Any] = [
+            ddp.module.register_load_state_dict_post_hook(_LoadNotice(weakref.ref(self)))
+        ]
+        self._count: int | None = None  # of parameters, if DDP allows them to be unused
+        if ddp.find_unused_parameters or ddp.static_graph:
+            numbered = list(enumerate(parameters))
+            self._count = len(numbered)
+            for number, parameter in numbered:
+                listen = parameter.register_post_accumulate_grad_hook
+                self._handles.append(listen(_mark(self._used, number)))  # type: ignore[no-untyped-call]
+
+    def loss_scale(self) -> float:
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+    def attendance(self, *, in_backward: bool) -> Attendance:
+        """Of the step whose last bucket has come. Outside of backward() this rank has joined."""
+        ddp = self._ddp()
+        by_all = getattr(ddp, "_divide_by_initial_world_size", True)  # an argument of join()
+        unused: tuple[int, ...] = ()
+        if in_backward and self._count is not None:
+            unused = tuple(n for n in range(self._count) if n not in self._used)
+            self._used.clear()
+        return Attendance(
+            unused, "present" if in_backward else "joined", "ranks" if by_all else "present"
+        )
+
+    def debts_are_known(self) -> None:
+        """They were loaded. The model may be loaded before or after, up to the next step."""
+        self._known = True
+
+    def warn(self) -> None:
+        """Of what would otherwise go wrong in silence; each once."""
+        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        for name in thawed:
+            del self._frozen[name]
+        if thawed:
+            warnings.warn(
+                f"{', '.join(thawed)} was frozen when DDP wrapped the model and is not now: DDP "
+                f"never averages it, so the ranks drift apart; {_REMEDY}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        if self.forgotten and not self._known:
+            warnings.warn(
+                f"{self.forgotten}, but what its ranks owed was not: give this handle the "
+                "state_dict() that belongs to the model, before the first step. Without it the "
+                "gradients that were not yet sent are lost; for a fresh start that is right",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self.forgotten, self._known = "", False
+
+    def release(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class _LoadNotice:
+    """Called when the model's weights are loaded."""
+
+    def __init__(self, surroundings: "weakref.ref[Surroundings]") -> None:
+        self._surroundings = surroundings
+
+    def __call__(self, module: torch.nn.Module, keys: object) -> None:
+        surroundings = self._surroundings()
+        if surroundings is not None:
+            surroundings.forgotten = "the model was loaded after attach()"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model is not attached; this does nothing, and needs nothing of ours.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def _mark(used: set[int], number: int) -> Any:
+    return lambda _: used.add(number)
