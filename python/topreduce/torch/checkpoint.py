@@ -14,13 +14,13 @@ import torch
 
 from topreduce import Reducer
 
-_FORMAT = 1
+FORMAT = 1
 
 
 def pack(reducer: Reducer, rank: int, ranks: int) -> dict[str, Any]:
     """The reducer's state under this rank's keys."""
     return {
-        "format": _FORMAT,
+        "format": FORMAT,
         "ranks": ranks,
         **{f"settings/{name}": value for name, value in reducer.spec.items()},
         **{f"rank{rank}/{key}": value for key, value in _flatten(reducer).items()},
@@ -30,10 +30,13 @@ def pack(reducer: Reducer, rank: int, ranks: int) -> dict[str, Any]:
 def unpack(saved: Mapping[str, Any], reducer: Reducer, rank: int, ranks: int) -> None:
     """Loads what `pack` made. ValueError, with what differs, and then nothing has changed."""
     format_ = saved.get("format") if isinstance(saved, Mapping) else None
-    if format_ != _FORMAT:
-        raise ValueError(f"not a state_dict() of topreduce, format {_FORMAT}: format is {format_}")
+    if format_ != FORMAT:
+        raise ValueError(f"not a state_dict() of topreduce, format {FORMAT}: format is {format_}")
     if saved.get("ranks") != ranks:
-        raise ValueError(f"saved by {saved.get('ranks')} ranks, but this run has {ranks}")
+        raise ValueError(
+            f"saved by {saved.get('ranks')} ranks, but this run has {ranks}: give the states of "
+            "all of them to topreduce.torch.reshard"
+        )
     feedback, ours = saved.get("settings/feedback"), reducer.spec["feedback"]
     if feedback != ours:
         raise ValueError(f"saved with feedback {feedback!r}, but this run has {ours!r}")
@@ -41,7 +44,7 @@ def unpack(saved: Mapping[str, Any], reducer: Reducer, rank: int, ranks: int) ->
     own = {key.removeprefix(prefix): saved[key] for key in saved if key.startswith(prefix)}
     if not own:
         others = {key.split("/")[0] for key in saved if key.startswith("rank") and "/" in key}
-        raise ValueError(f"holds nothing of rank {rank}; it is of {_few(others)}")
+        raise ValueError(f"holds nothing of rank {rank}; it is of {few(others)}")
     _compare(own, _flatten(reducer))
 
     state = reducer.state()
@@ -57,6 +60,13 @@ def unpack(saved: Mapping[str, Any], reducer: Reducer, rank: int, ranks: int) ->
         reducer.bypass()
     else:
         reducer.resume()
+
+
+def few(words: Iterable[str]) -> str:
+    """At most five of them, in order."""
+    words = sorted(words)
+    more = f" and {len(words) - 5} more" if len(words) > 5 else ""
+    return ", ".join(words[:5]) + more or "none"
 
 
 def _flatten(reducer: Reducer) -> dict[str, Any]:
@@ -75,15 +85,15 @@ def _compare(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     if missing or unknown:
         raise ValueError(
             "saved for another model or other stages: "
-            f"missing {_few(missing)}; not known here {_few(unknown)}"
+            f"missing {few(missing)}; not known here {few(unknown)}"
         )
     kinds = {key: (_kind(saved[key]), _kind(here[key])) for key in here}
     others = [f"{key} is {was}, here {now}" for key, (was, now) in kinds.items() if was != now]
     if others:
-        raise ValueError(f"saved for another model, or damaged: {_few(others)}")
+        raise ValueError(f"saved for another model, or damaged: {few(others)}")
     damaged = [key for key in saved if not torch.isfinite(torch.as_tensor(saved[key])).all()]
     if damaged:
-        raise ValueError(f"damaged: infinity or NaN in {_few(damaged)}")
+        raise ValueError(f"damaged: infinity or NaN in {few(damaged)}")
     if saved["step"] < 0 or saved["step"] % 1:
         raise ValueError(f"damaged: step is {saved['step']}")
 
@@ -92,10 +102,3 @@ def _kind(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.")
     return "a number" if isinstance(value, (int, float)) else type(value).__name__
-
-
-def _few(words: Iterable[str]) -> str:
-    """At most five of them, in order."""
-    words = sorted(words)
-    more = f" and {len(words) - 5} more" if len(words) > 5 else ""
-    return ", ".join(words[:5]) + more or "none"

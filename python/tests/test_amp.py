@@ -1,0 +1,113 @@
+"""Automatic mixed precision: scaled losses, what is owed kept without the factor."""
+
+from typing import Any
+
+import pytest
+import torch
+from models import Dictated, owed, rank_order_sum, small_integers
+from processes import Rank, group
+from scenarios import SCENARIOS, Actor, data
+from torch.nn.parallel import DistributedDataParallel
+
+import topreduce.torch
+
+SETTINGS: list[dict[str, Any]] = [
+    {"method": "topk", "density": 0.05},
+    {"method": "ok_topk", "density": 0.05, "granularity": "model"},
+]
+every_method = pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: s["method"])
+
+
+def scaler_of(scale: float) -> torch.amp.GradScaler:
+    """Doubles after two good steps, halves after a bad one."""
+    return torch.amp.GradScaler(
+        "cpu", init_scale=scale, growth_factor=2.0, backoff_factor=0.5, growth_interval=2
+    )
+
+
+def train(actor: Actor, scaler: torch.amp.GradScaler, step: int) -> None:
+    actor.optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = actor.ddp(data(actor.rank, step))
+    scaler.scale(loss).backward()
+    scaler.unscale_(actor.optimizer)
+    torch.nn.utils.clip_grad_norm_(actor.trained, 0.5)
+    scaler.step(actor.optimizer)
+    scaler.update()
+
+
+def equal_plain_ddp(rank: Rank) -> None:
+    actor, plain = Actor(rank, SCENARIOS["plain"]), Actor(rank, SCENARIOS["plain"])
+    ours, theirs = scaler_of(64.0), scaler_of(64.0)
+    topreduce.torch.attach(actor.ddp, "topk", density=1.0, scaler=ours)
+    for step in range(6):
+        train(actor, ours, step)
+        train(plain, theirs, step)
+    assert ours.get_scale() == theirs.get_scale() > 64
+    torch.testing.assert_close(actor.weights(), plain.weights())
+
+
+def test_density_one_is_plain_ddp() -> None:
+    group(2).run(equal_plain_ddp)
+
+
+def keep_memory_unscaled(rank: Rank, settings: dict[str, Any]) -> None:
+    """The scale grows and backs off; debts and means are those of a run without it, exactly."""
+    models = [DistributedDataParallel(Dictated(), bucket_cap_mb=0.002) for _ in range(2)]
+    scaler = scaler_of(8.0)
+    scaled = topreduce.torch.attach(models[0], scaler=scaler, **settings)
+    plain = topreduce.torch.attach(models[1], **settings)
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.0)
+    scales = []
+    for step in range(9):
+        scale = scaler.get_scale()
+        scales.append(scale)
+        gradients = small_integers(models[0].module, rank.rank, step)
+        overflow = step == 4
+        before = owed(scaled)
+        optimizer.zero_grad()
+        factor = torch.tensor(float("inf")) if overflow and rank.rank == 1 else torch.ones(())
+        loss = models[0]([gradient * factor for gradient in gradients])
+        scaler.scale(loss).backward()
+        if overflow:  # on rank 1 alone, and yet no rank moves
+            assert torch.equal(owed(scaled), before)
+            assert not scaled.stats()["finite"]
+        else:
+            models[1].zero_grad()
+            models[1](gradients).backward()
+            assert torch.equal(owed(scaled), owed(plain))
+            flat = torch.cat([g.flatten() for g in gradients])
+            settled = before + flat - owed(scaled)
+            means = torch.cat([w.grad.flatten() for w in models[0].module.weights])
+            assert torch.equal(means, rank_order_sum(settled) / rank.ranks * scale)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scales == [8, 8, 16, 16, 32, 16, 16, 32, 32]
+
+
+@every_method
+def test_memory_is_unscaled(settings: dict[str, Any]) -> None:
+    group(2).run(keep_memory_unscaled, settings)
+
+
+def different_scales(rank: Rank) -> None:
+    """Messages hold unscaled values, so even ranks that disagree on the scale add up rightly."""
+    ddp = DistributedDataParallel(Dictated())
+    scaler = scaler_of(2.0 ** (3 + rank.rank))
+    topreduce.torch.attach(ddp, "topk", density=1.0, scaler=scaler)
+    gradients = small_integers(ddp.module, rank.rank, 0)
+    scaler.scale(ddp(gradients)).backward()
+    means = torch.cat([w.grad.flatten() for w in ddp.module.weights]) / scaler.get_scale()
+    assert torch.equal(means, rank_order_sum(torch.cat([g.flatten() for g in gradients])) / 2)
+
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    ddp = DistributedDataParallel(Dictated())
+    topreduce.torch.attach(ddp, "topk", density=1.0, scaler=off)
+    off.scale(ddp(gradients)).backward()
+    assert torch.equal(torch.cat([w.grad.flatten() for w in ddp.module.weights]), means)
+    with pytest.raises(ValueError, match="scaler must be a GradScaler, not float"):
+        topreduce.torch.attach(DistributedDataParallel(Dictated()), scaler=1024.0)
+
+
+def test_scales_that_differ_and_no_scale() -> None:
+    group(2).run(different_scales)
