@@ -156,13 +156,14 @@ def gradient(parameter: nn.Parameter) -> Tensor:
 def equal_plain_ddp(rank: Rank, name: str) -> None:
     """At density 1 every method of the catalog is plain DDP."""
     plain = Actor(rank, SCENARIOS[name])
-    methods = [method["name"] for method in topreduce.methods()]
+    methods = {method["name"]: method["feedback"] for method in topreduce.methods()}
     if SCENARIOS[name].slow_to_start:
-        methods = ["topk"]
+        methods = {"topk": "residual"}
     actors = {method: Actor(rank, SCENARIOS[name]) for method in methods}
     for method, actor in actors.items():
+        memory = "none" if methods[method] == "none" else "residual"  # no momentum of our own
         density = None if method == "dense" else 1.0
-        topreduce.torch.attach(actor.ddp, method, density=density)
+        topreduce.torch.attach(actor.ddp, method, density=density, feedback=memory)
     for step in range(4):
         for actor in (plain, *actors.values()):
             actor.backward(step)
