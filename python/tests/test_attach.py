@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import re
 import threading
 from typing import Any
 
@@ -493,6 +494,54 @@ def test_stats_history_and_repr() -> None:
     assert "topk, density 0.01, rank 0 of 2" in answers[0]
     assert "rank 1 of 2" in answers[1]
     assert "\n" not in answers[0]
+
+
+class Wide(torch.nn.Module):
+    """2 MB, nearly all of it in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(700, 700), torch.nn.Linear(700, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x)).sum()
+
+
+class Curves:
+    """A SummaryWriter that remembers."""
+
+    def __init__(self) -> None:
+        self.points: dict[str, list[tuple[int, float]]] = {}
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.points.setdefault(tag, []).append((global_step, scalar_value))
+
+
+def watch(rank: Rank) -> None:
+    ddp, curves = DistributedDataParallel(Wide(), bucket_cap_mb=0.5), Curves()
+    sync = attach(ddp, "topk, bucket", density=0.01)
+    assert "none yet" in repr(sync)
+    for _ in range(3):
+        ddp(torch.ones(2, 700)).backward()
+        sync.log(curves)
+    assert curves.points["topreduce/bytes_sent"][2] == (2, sync.stats()["bytes_sent"])
+    assert len(curves.points["topreduce/seconds/network"]) == 3
+    assert all(isinstance(value, float) for curve in curves.points.values() for _, value in curve)
+    sync.log(curves, step=77)
+    assert curves.points["topreduce/density"][3] == (77, 0.01)
+
+    assert re.search(r"\d+% of the model comes in DDP's last.*bucket_cap_mb=1\)", str(sync.hint()))
+    assert re.search(r"dense 19\d+ \(9\d\.\d% saved\), waited \d+\.\d+ s; hint: ", repr(sync))
+    sync.configure(granularity="model")
+    assert sync.hint() is None
+    small = DistributedDataParallel(Dictated())
+    sync = attach(small, "topk, bucket")
+    small(small_integers(small.module, rank.rank, 0)).backward()
+    assert sync.hint() is None
+
+
+def test_curves_and_hints() -> None:
+    group(2).run(watch)
 
 
 def workers() -> list[threading.Thread]:

@@ -14,6 +14,8 @@ from models import Dictated, Run, owed, rank_order_sum, small_integers
 from processes import Processes, Rank, group
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from topreduce.torch import CommError, WireError, attach
@@ -177,8 +179,28 @@ class Wrapper(nn.Module):
         self.module = module
 
 
-class FullyShardedDataParallel(nn.Module):
+class DeepSpeedEngine(nn.Module):
     pass
+
+
+def sharded(rank: Rank) -> nn.Module:
+    mesh = init_device_mesh("cpu", (rank.ranks,))
+    return fully_shard(nn.Linear(2, 2), mesh=mesh)
+
+
+def without_gloo(rank: Rank) -> None:
+    ddp = DistributedDataParallel(Dictated())
+    available, dist.is_gloo_available = dist.is_gloo_available, lambda: False
+    try:
+        with pytest.raises(ValueError, match=r"built without Gloo, .*: install a build that"):
+            attach(ddp)
+    finally:
+        dist.is_gloo_available = available
+    attach(ddp)
+
+
+def test_a_torch_without_gloo() -> None:
+    group(2).run(without_gloo)
 
 
 def wrong_models(rank: Rank) -> None:
@@ -186,7 +208,10 @@ def wrong_models(rank: Rank) -> None:
     for model, advice in (
         (nn.Linear(2, 2), r"not Linear: wrap it first: attach\(DistributedDataParallel\(model\)"),
         (Wrapper(ddp), r"not Wrapper: .* attach\(model\.module, \.\.\.\)"),
-        (FullyShardedDataParallel(), "not FullyShardedDataParallel: it shards its gradients"),
+        (DeepSpeedEngine(), "not DeepSpeedEngine: it shards its gradients.*use Distributed"),
+        (sharded(rank), "not FSDPLinear: it shards its gradients.*use DistributedDataParallel"),
+        (torch.compile(ddp), r"not OptimizedModule: .* attach\(model\._orig_mod, \.\.\.\)"),
+        (nn.Linear(2, 2, device="meta"), r"not Linear: it is on the meta device; .*to_empty.*wrap"),
         (3, "not int: pass the model that DistributedDataParallel returned"),
     ):
         with pytest.raises(TypeError, match=advice):

@@ -46,11 +46,13 @@ def through_dcp(rank: Rank, settings: dict[str, Any], folder: str, early: bool) 
     dcp.save(parts(first, first_sync), checkpoint_id=folder)
 
     second, second_sync = start(rank, settings)
-    second.train(range(2))  # something to overwrite; it also makes the optimizer's state
+    if not early:  # a step that moves nothing makes the optimizer's state, for dcp to load into
+        for parameter in second.ddp.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        second.optimizer.step()
     checkpoint = parts(second, second_sync)
     if early:
         checkpoint.pop("optimizer")  # nothing was saved of it
-        second.optimizer = torch.optim.SGD(second.ddp.parameters(), lr=0.1, momentum=0.9)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dcp.load(checkpoint, checkpoint_id=folder)

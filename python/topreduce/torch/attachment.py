@@ -224,6 +224,11 @@ def _check_type(ddp: object) -> None:
         advice = f"attach to the DistributedDataParallel inside it: attach(model.{inner}, ...)"
     elif kinds & {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}:
         advice = "it shards its gradients, which is not supported; use DistributedDataParallel"
+    elif isinstance(ddp, torch.nn.Module) and any(each.is_meta for each in ddp.parameters()):
+        advice = (
+            "it is on the meta device; give it memory (to_empty) and values, then wrap it: "
+            "attach(DistributedDataParallel(model), ...)"
+        )
     elif isinstance(ddp, torch.nn.Module):
         advice = "wrap it first: attach(DistributedDataParallel(model), ...)"
     else:

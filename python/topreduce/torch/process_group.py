@@ -39,6 +39,11 @@ class GroupCommunicator(Communicator):
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         super().__init__(group.rank(), group.size())
+        if not dist.is_gloo_available():
+            raise ValueError(
+                "this PyTorch was built without Gloo, over which bytes travel whatever the backend "
+                "of your process group is: install a build that has it"
+            )
         self._calls = 0
         self._step = 0
         self._calls_before_step = 0

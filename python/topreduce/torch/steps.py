@@ -76,6 +76,7 @@ class Steps:
     ) -> None:
         """`numbers`: a parameter's id() and its number in the reducer's layout."""
         self.broken: Exception | None = None  # why no further step is possible
+        self.bucket_bytes: list[int] = []  # of the last step, in the order they came
         self.history: deque[dict[str, Any]] = deque(maxlen=_HISTORY)
         self._reducer = reducer
         self._comm = comm
@@ -169,6 +170,7 @@ class Steps:
             self._comm.trim()
             for finished in step.buckets:
                 finished.give_back()
+            self.bucket_bytes = [each.buffer.nbytes for each in step.buckets]
             waited = time.perf_counter() - step.last_handed_over
             self.history.append(self.record(stats, step.density, waited))
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from topreduce import Reducer
-from topreduce.torch import checkpoint
+from topreduce.torch import checkpoint, report
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.steps import Steps
 
@@ -40,6 +40,19 @@ class Sync:
     def history(self) -> list[dict[str, Any]]:
         """`stats()` of the last 1000 steps, oldest first."""
         return [dict(step) for step in self._steps.history]
+
+    def log(self, writer: report.Writer, step: int | None = None) -> None:
+        """Writes `stats()` to a TensorBoard SummaryWriter, under "topreduce/".
+
+        `step`: where the points stand; None for the number of the step.
+        """
+        report.write(self.stats(), writer, step)
+
+    def hint(self) -> str | None:
+        """What to change if DDP's bucket sizes leave little to overlap; None if all is well."""
+        if self._comm.size == 1 or self._reducer.spec["granularity"] != "bucket":
+            return None
+        return report.hint(self._steps.bucket_bytes or [0])
 
     def configure(self, **changes: object) -> None:
         """Changes settings from the next step on, e.g. density=0.001; what is owed stays.
@@ -87,12 +100,11 @@ class Sync:
             self._comm.close()
 
     def __repr__(self) -> str:
-        reducer, comm, stats = self._reducer, self._comm, self.stats()
-        dense = 8 * reducer.layout.size * (comm.size - 1) // comm.size  # fp32, there and back
+        reducer, comm, hint = self._reducer, self._comm, self.hint()
         return (
             f"<topreduce.torch.Sync: {self._condition()}, rank {comm.rank} of {comm.size}, "
-            f"{reducer.layout.size} entries, step {reducer.step}; last step sent "
-            f"{stats['bytes_sent']} bytes (dense {dense}), waited {stats['seconds_waited']:.4f} s>"
+            f"{reducer.layout.size} entries, step {reducer.step}; "
+            f"{report.cost(self.stats(), comm.size)}{f'; hint: {hint}' if hint else ''}>"
         )
 
     def _condition(self) -> str:
