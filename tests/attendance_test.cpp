@@ -221,7 +221,7 @@ TEST(RollCalls, ManyParameters) {
   std::vector<Parameter> parameters;
   for (int i = 0; i < 1000; ++i) parameters.push_back({std::to_string(i), {2}});
   const Layout layout(parameters);
-  for (const std::size_t one_in : {1, 2, 500}) {
+  for (const std::size_t one_in : {1u, 2u, 500u}) {
     Cluster cluster(2, layout, "dense");
     std::vector<std::size_t> unused;
     for (std::size_t id = 0; id < 1000; id += one_in) unused.push_back(id);
