@@ -333,10 +333,11 @@ class Forging final : public Communicator {
                                   wire::load<std::uint32_t>(header + 12),
                                   wire::load<std::uint32_t>(header + 24), wire::Values::fp32};
     Floats sketches(wire::load<std::uint32_t>(header + 28));
-    const wire::Vote vote = wire::unpack_stretch(envelope, message, sketches);
+    const std::size_t lengths[] = {sketches.size()};
+    const wire::Vote vote = wire::unpack_stretch(envelope, lengths, message, sketches);
     std::ranges::fill(sketches, 1e6f);
     Bytes forged;
-    wire::pack_stretch(envelope, vote, sketches, forged);
+    wire::pack_stretch(envelope, lengths, vote, sketches, forged);
     const auto at = static_cast<std::size_t>(header - inbox.bytes.data());
     std::ranges::copy(forged, inbox.bytes.begin() + static_cast<std::ptrdiff_t>(at));
   }

@@ -131,6 +131,12 @@ inline std::vector<std::size_t> places_in_memory(const Reducer& reducer) {
   return places;
 }
 
+/// Multiples of a scale are no whole numbers: their sums round in the last bits of a float.
+inline bool has_scales(const Reducer& reducer) {
+  const auto found = std::ranges::find(wire::kValuesNames, reducer.spec().settings.at("values"));
+  return wire::values_per_scale(static_cast<wire::Values>(found - wire::kValuesNames.begin())) > 1;
+}
+
 // ---- the cluster -------------------------------------------------------------------------------
 
 /// What one rank has after a step.

@@ -77,6 +77,20 @@ inline constexpr const char* kRows[] = {
     "redsync:density=0.05",
     "redsync:density=0.05,search=trimmed,granularity=model",
     "redsync:density=0.05,finish=exact,granularity=model",
+    "topk:density=0.4,values=int8",
+    "topk:density=0.6,values=int2",
+    "topk:density=0.05,values=int4,feedback=ef21m,granularity=model",
+    "topk:density=0.2,values=int4,keep_dense=*bias",
+    "randk:density=0.3,values=sign",
+    "arc_topk:density=0.2,values=int4",
+    "dense:values=int2,feedback=residual",
+    "topk_dsa:density=0.6,values=int4",
+    "topk_dsa:density=0.05,values=sign,granularity=model",
+    "gtopk:density=0.2,values=int4",
+    "gtopk:density=0.2,values=sign,granularity=model",
+    "ok_topk:density=0.2,values=int4,period=3,tau=2,balance=1",
+    "ok_topk:density=0.2,values=int2,granularity=model,period=3,tau=2,balance=1",
+    "ok_topk:density=0.2,values=sign,period=3",
 };
 inline constexpr int kRankCounts[] = {1, 2, 3, 5, 8};
 

@@ -1,5 +1,6 @@
 // The laws of a step, for every row of laws.h on 1 to 8 ranks. Whole numbers make every sum exact,
-// so the laws hold to the bit, rounded values included.
+// so the laws hold to the bit, rounded values included; with values that share a scale, up to the
+// rounding of sums of floats.
 
 #include "topreduce/reducer.h"
 
@@ -30,13 +31,16 @@ struct Step {
 
 // Over the ranks: what left their books is what everyone applies, before division.
 bool keeps_residual_law(const Step& step, std::size_t i, std::size_t place) {
-  double settled = 0;
+  double settled = 0, size = 0;
   for (std::size_t r = 0; r < step.gradients.size(); ++r) {
-    settled += static_cast<double>(step.owed_before[r][place]) + step.gradients[r][i] -
-               step.outcomes[r].owed[place];
+    const double before = step.owed_before[r][place], after = step.outcomes[r].owed[place];
+    settled += before + step.gradients[r][i] - after;
+    size += std::abs(before) + std::abs(step.gradients[r][i]) + std::abs(after);
   }
   const auto ranks = static_cast<float>(step.cluster.ranks());
-  return step.outcomes[0].gradient[i] == static_cast<float>(settled) / ranks;
+  const float applied = step.outcomes[0].gradient[i];
+  if (!has_scales(step.cluster[0])) return applied == static_cast<float>(settled) / ranks;
+  return std::abs(applied * ranks - settled) <= 1e-6 * size;
 }
 
 // Nothing is owed: an entry is the sum over all ranks; or, if not everything is sent, nothing; or,
@@ -132,6 +136,7 @@ void expect_laws(Cluster& cluster, const Cut& cut, int steps, float unit = 1) {
     const auto now = cluster.reducers()[r].owed();
     owed[r].assign(now.begin(), now.end());
   }
+  const bool exact = !has_scales(cluster[0]);
   for (int s = 0; s < steps; ++s) {
     SCOPED_TRACE("step " + std::to_string(s));
     auto gradients =
@@ -144,7 +149,8 @@ void expect_laws(Cluster& cluster, const Cut& cut, int steps, float unit = 1) {
     ASSERT_NO_FATAL_FAILURE(expect_law({cluster, gradients, owed, outcomes}));
     for (std::size_t i = 0; i < n; ++i) {
       for (const Floats& gradient : gradients) came_in[i] += gradient[i];
-      applied[i] += std::round(static_cast<double>(outcomes[0].gradient[i]) * cluster.ranks());
+      const double sum = static_cast<double>(outcomes[0].gradient[i]) * cluster.ranks();
+      applied[i] += exact ? std::round(sum) : sum;
     }
     for (std::size_t r = 0; r < owed.size(); ++r) owed[r] = outcomes[r].owed;
   }
@@ -152,7 +158,8 @@ void expect_laws(Cluster& cluster, const Cut& cut, int steps, float unit = 1) {
   const auto places = places_in_memory(cluster[0]);
   for (std::size_t i = 0; i < n; ++i) {
     for (const Floats& rest : owed) applied[i] += places[i] == kNotRemembered ? 0 : rest[places[i]];
-    ASSERT_EQ(came_in[i], applied[i]) << "entry " << i << " over all steps";
+    ASSERT_NEAR(came_in[i], applied[i], exact ? 0 : 1e-4 * unit)
+        << "entry " << i << " in all steps";
   }
 }
 

@@ -16,7 +16,9 @@
 namespace topreduce::wire {
 namespace {
 
-constexpr Values kEncodings[] = {Values::fp32, Values::bf16, Values::fp16};
+constexpr Values kEncodings[] = {Values::fp32, Values::bf16, Values::fp16, Values::int8,
+                                 Values::int4, Values::int2, Values::sign};
+static_assert(std::size(kEncodings) == kValuesNames.size());
 constexpr Index kLargestUniverse = 0xffffffff;
 constexpr std::size_t kHeader = 44;
 
@@ -24,8 +26,27 @@ Envelope envelope_of(Index universe, Values values) {
   return {.run = 0x12345678, .step = 77, .bucket = 5, .universe = universe, .values = values};
 }
 
-std::size_t bytes_of(Values values) {
-  return values == Values::fp32 ? 4 : 2;
+/// One piece: the whole universe.
+struct Whole {
+  explicit Whole(const Envelope& envelope) : piece{0, envelope.universe} {}
+  operator Pieces() const { return {&piece, 1}; }
+  Piece piece;
+};
+
+/// In one run.
+std::size_t bytes_of(Values values, std::size_t count) {
+  switch (values) {
+    case Values::fp32: return 4 * count;
+    case Values::bf16:
+    case Values::fp16: return 2 * count;
+    default: break;
+  }
+  const std::size_t bits = values == Values::int8   ? 8
+                           : values == Values::int4 ? 4
+                           : values == Values::int2 ? 2
+                                                    : 1;
+  const std::size_t rest = count % 64;
+  return count / 64 * (2 + 8 * bits) + (rest > 0 ? 2 + (bits * rest + 7) / 8 : 0);
 }
 
 SparseVector entries_at(const std::vector<Index>& indices) {
@@ -68,7 +89,7 @@ std::string refusal(const Envelope& expected, std::span<const std::byte> message
   const std::vector<std::byte> exact(message.begin(), message.end());
   SparseVector entries;
   try {
-    unpack(expected, exact, entries);
+    unpack(expected, Whole(expected), exact, entries);
   } catch (const WireError& error) {
     return error.what();
   }
@@ -85,23 +106,36 @@ class WireRoundTrip : public testing::TestWithParam<Values> {};
 
 INSTANTIATE_TEST_SUITE_P(Wire, WireRoundTrip, testing::ValuesIn(kEncodings));
 
+/// What is rounded away must be owed to the bit; sign has a tolerance.
+void expect_owed(Values values, float original, float sent) {
+  const float owed = original - sent;
+  if (values != Values::sign) {
+    EXPECT_EQ(sent + owed, original) << "the rounding is not owed exactly";
+  } else {
+    EXPECT_NEAR(sent + owed, original, 0x1p-23f * std::max(std::abs(sent), std::abs(original)));
+  }
+}
+
 void expect_round_trip(Index universe, Values values, const std::vector<Index>& indices) {
   const auto envelope = envelope_of(universe, values);
   for (const Vote vote : {Vote::no, Vote::yes, Vote::ask}) {
     auto sent = entries_at(indices);
     const auto original = sent;
     Bytes message;
-    pack(envelope, vote, sent, message);
-    EXPECT_LE(message.size(), largest_message(indices.size(), values));
+    EXPECT_EQ(pack(envelope, Whole(envelope), vote, sent, message), vote);
+    EXPECT_LE(message.size(), largest_message(indices.size(), 1));
 
     SparseVector received = entries_at({1, 2, 3});  // is replaced
-    EXPECT_EQ(unpack(envelope, message, received), vote);
-    EXPECT_TRUE(same_bits(received.indices, indices));
+    EXPECT_EQ(unpack(envelope, Whole(envelope), message, received), vote);
+    EXPECT_TRUE(same_bits(received.indices, sent.indices));
     EXPECT_TRUE(same_bits(received.values, sent.values)) << "settled is not what peers read";
-    for (std::size_t i = 0; i < sent.size(); ++i) {
-      const float owed = original.values[i] - sent.values[i];
-      EXPECT_EQ(sent.values[i] + owed, original.values[i]) << "the rounding is not owed exactly";
+    std::size_t next = 0;
+    for (std::size_t i = 0; i < original.size(); ++i) {
+      const bool there = next < sent.size() && sent.indices[next] == original.indices[i];
+      expect_owed(values, original.values[i], there ? sent.values[next] : 0);
+      next += there ? 1 : 0;
     }
+    EXPECT_EQ(next, sent.size());
   }
 }
 
@@ -112,33 +146,78 @@ TEST_P(WireRoundTrip, KeepsEveryEntry) {
   expect_round_trip(10, GetParam(), {0});
   expect_round_trip(10, GetParam(), {9});
   expect_round_trip(10, GetParam(), {0, 9});
-  for (const double density : {0.001, 0.01, 0.1, 0.5, 1.0}) {
+  for (const double density : {0.001, 0.01, 0.1, 0.5, 0.6, 0.8, 0.9, 0.97, 0.99, 1.0}) {
     expect_round_trip(20000, GetParam(), random_indices(20000, density));
   }
 }
 
 TEST_P(WireRoundTrip, KeepsGapsOfAllLengths) {
-  const std::pair<Index, std::size_t> gaps_and_bytes[] = {{0, 1},       {1, 1},
-                                                          {127, 1},     {128, 2},
-                                                          {129, 2},     {16383, 2},
-                                                          {16384, 3},   {(1 << 21) - 1, 3},
-                                                          {1 << 21, 4}, {(1 << 28) - 1, 4},
-                                                          {1 << 28, 5}, {0xfffffffd - 3, 5}};
-  for (const auto& [gap, bytes] : gaps_and_bytes) {
-    const std::vector<Index> indices = {2, 2 + gap + 1};
-    expect_round_trip(kLargestUniverse, GetParam(), indices);
-    auto entries = entries_at(indices);
-    Bytes message;
-    pack(envelope_of(kLargestUniverse, GetParam()), Vote::yes, entries, message);
-    EXPECT_EQ(message.size(), kHeader + 1 + bytes + 2 * bytes_of(GetParam())) << "gap " << gap;
+  for (unsigned bits = 0; bits < 32; ++bits) {
+    for (const std::uint64_t gap : {(1ull << bits) - 1, 1ull << bits, (1ull << bits) + 1}) {
+      if (2 + gap + 1 >= kLargestUniverse) continue;
+      expect_round_trip(kLargestUniverse, GetParam(), {2, static_cast<Index>(2 + gap + 1)});
+    }
   }
   expect_round_trip(kLargestUniverse, GetParam(), {kLargestUniverse - 1});
   expect_round_trip(kLargestUniverse, GetParam(), {0, kLargestUniverse - 2, kLargestUniverse - 1});
-  std::vector<Index> all;
+  std::vector<Index> all, crowded;
   for (std::uint64_t index = 0; index < kLargestUniverse; index += 1 + (index >> 6)) {
     all.push_back(static_cast<Index>(index));
   }
   expect_round_trip(kLargestUniverse, GetParam(), all);
+  // Gaps of zero and one far away, in every place of a block.
+  for (Index i = 0; i < 700; ++i) crowded.push_back(i < 300 ? i : kLargestUniverse - 1000 + i);
+  expect_round_trip(kLargestUniverse, GetParam(), crowded);
+}
+
+// Entries lie in pieces, some of them full, some empty, with room between them.
+TEST_P(WireRoundTrip, KeepsPieces) {
+  const auto envelope = envelope_of(10000, GetParam());
+  const Piece pieces[] = {{3, 3},       {3, 103},     {103, 104},   {150, 1150},  {1150, 1150},
+                          {1150, 1214}, {2000, 2700}, {3000, 3001}, {4000, 9000}, {9990, 10000}};
+  for (const double density : {0.0, 0.01, 0.3, 0.7, 0.95, 1.0}) {
+    std::vector<Index> indices;
+    for (const Index index : random_indices(10000, density)) {
+      const auto holds = [index](const Piece& piece) {
+        return piece.begin <= index && index < piece.end;
+      };
+      if (std::ranges::any_of(pieces, holds)) indices.push_back(index);
+    }
+    auto sent = entries_at(indices);
+    Bytes message;
+    pack(envelope, pieces, Vote::yes, sent, message);
+    EXPECT_LE(message.size(), largest_message(indices.size(), std::size(pieces)));
+    SparseVector received;
+    unpack(envelope, pieces, message, received);
+    EXPECT_TRUE(same_bits(received.indices, sent.indices));
+    EXPECT_TRUE(same_bits(received.values, sent.values));
+  }
+}
+
+// How a piece is rounded does not depend on what else is in the message.
+TEST_P(WireRoundTrip, PiecesAreRoundedAlone) {
+  const auto envelope = envelope_of(1000, GetParam());
+  const Piece pieces[] = {{0, 70}, {70, 500}, {500, 1000}};
+  for (const double density : {0.1, 0.7, 0.9, 1.0}) {
+    auto together = entries_at(random_indices(1000, density));
+    auto alone = together;
+    Bytes message;
+    pack(envelope, pieces, Vote::yes, together, message);
+    SparseVector joined;
+    for (const Piece& piece : pieces) {
+      SparseVector part;
+      for (std::size_t i = 0; i < alone.size(); ++i) {
+        if (alone.indices[i] < piece.begin || alone.indices[i] >= piece.end) continue;
+        part.push_back(alone.indices[i], alone.values[i]);
+      }
+      pack(envelope, {&piece, 1}, Vote::yes, part, message);
+      for (std::size_t i = 0; i < part.size(); ++i) {
+        joined.push_back(part.indices[i], part.values[i]);
+      }
+    }
+    EXPECT_TRUE(same_bits(joined.indices, together.indices));
+    EXPECT_TRUE(same_bits(joined.values, together.values));
+  }
 }
 
 TEST_P(WireRoundTrip, KeepsStretches) {
@@ -146,16 +225,18 @@ TEST_P(WireRoundTrip, KeepsStretches) {
   for (const std::size_t length : {0u, 1u, 7u, 1000u, 2000u}) {
     auto sent = entries_at(std::vector<Index>(length)).values;
     Bytes message;
-    pack_stretch(envelope, Vote::yes, sent, message);
-    EXPECT_EQ(message.size(), kHeader + length * bytes_of(GetParam()));
+    const std::size_t lengths[] = {length / 3, 0, length - length / 3};
+    pack_stretch(envelope, lengths, Vote::yes, sent, message);
+    EXPECT_EQ(message.size(),
+              kHeader + bytes_of(GetParam(), lengths[0]) + bytes_of(GetParam(), lengths[2]));
     Buffer<float> received(length);
-    EXPECT_EQ(unpack_stretch(envelope, message, received), Vote::yes);
+    EXPECT_EQ(unpack_stretch(envelope, lengths, message, received), Vote::yes);
     EXPECT_TRUE(same_bits(received, sent));
 
     Buffer<float> longer(length + 1);
-    EXPECT_THROW(unpack_stretch(envelope, message, longer), WireError);
+    EXPECT_THROW(unpack_stretch(envelope, std::vector{length + 1}, message, longer), WireError);
     SparseVector entries;
-    EXPECT_THROW(unpack(envelope, message, entries), WireError);
+    EXPECT_THROW(unpack(envelope, Whole(envelope), message, entries), WireError);
   }
 }
 
@@ -164,31 +245,56 @@ TEST_P(WireRoundTrip, AppendsWithoutMovingWhatIsThere) {
   auto first = entries_at({1, 200, 999});
   auto second = entries_at(random_indices(1000, 0.5));
   Bytes out;
-  out.reserve(largest_message(first.size(), GetParam()) +
-              largest_message(second.size(), GetParam()));
+  out.reserve(largest_message(first.size(), 1) + largest_message(second.size(), 1));
   const std::byte* const place = out.data();
-  pack(envelope, Vote::yes, first, out);
+  pack(envelope, Whole(envelope), Vote::yes, first, out);
   const std::size_t border = out.size();
-  pack(envelope, Vote::no, second, out);
+  pack(envelope, Whole(envelope), Vote::no, second, out);
   EXPECT_EQ(out.data(), place) << "largest_message was not enough";
 
   SparseVector received;
   const auto bytes = std::span<const std::byte>(out);
-  EXPECT_EQ(unpack(envelope, bytes.first(border), received), Vote::yes);
+  EXPECT_EQ(first_message(bytes).size(), border);
+  EXPECT_EQ(unpack(envelope, Whole(envelope), bytes.first(border), received), Vote::yes);
   EXPECT_TRUE(same_bits(received.values, first.values));
-  EXPECT_EQ(unpack(envelope, bytes.subspan(border), received), Vote::no);
+  EXPECT_EQ(unpack(envelope, Whole(envelope), bytes.subspan(border), received), Vote::no);
   EXPECT_TRUE(same_bits(received.values, second.values));
 }
 
-TEST(Wire, AnIndexTakesAtMostElevenBitsAtOnePercent) {
-  for (const Values values : kEncodings) {
-    auto entries = entries_at(random_indices(1000000, 0.01));
-    Bytes message;
-    pack(envelope_of(1000000, values), Vote::yes, entries, message);
-    const auto count = static_cast<double>(entries.size());
-    EXPECT_GT(count, 9000);
-    const auto bits = static_cast<double>(8 * message.size());
-    EXPECT_LE(bits / count, 11 + 8 * static_cast<double>(bytes_of(values)));
+// ---- sizes ----------------------------------------------------------------------------------
+
+/// Bits of an index, values and header not counted.
+double index_bits(const std::vector<Index>& indices, Index universe) {
+  auto entries = entries_at(indices);
+  Bytes message;
+  const auto envelope = envelope_of(universe, Values::bf16);
+  pack(envelope, Whole(envelope), Vote::yes, entries, message);
+  const std::size_t bytes = message.size() - kHeader - 1 - bytes_of(Values::bf16, indices.size());
+  return static_cast<double>(8 * bytes) / static_cast<double>(indices.size());
+}
+
+TEST(WireSize, AnIndexTakesItsEntropyAndLittleMore) {
+  const auto expect_near_entropy = [](Index universe, double density) {
+    const auto indices = random_indices(universe, density);
+    const double p = static_cast<double>(indices.size()) / universe;
+    const double entropy = -std::log2(p) - (1 - p) / p * std::log2(1 - p);
+    EXPECT_LE(index_bits(indices, universe), entropy + 0.15) << density;
+  };
+  expect_near_entropy(2'000'000, 0.01);
+  expect_near_entropy(20'000'000, 0.001);
+}
+
+// Whatever is sent: no more than all of it, the header, and a bit for every piece.
+TEST_P(WireRoundTrip, IsNeverLargerThanDense) {
+  if (GetParam() == Values::sign) return;  // has no zero: see docs/wire.md
+  for (const Index universe : {1u, 7u, 64u, 500u, 30000u}) {
+    const auto envelope = envelope_of(universe, GetParam());
+    for (int percent = 0; percent <= 100; ++percent) {
+      auto entries = entries_at(random_indices(universe, percent / 100.0));
+      Bytes message;
+      pack(envelope, Whole(envelope), Vote::yes, entries, message);
+      EXPECT_LE(message.size(), kHeader + 2 + bytes_of(GetParam(), universe)) << percent;
+    }
   }
 }
 
@@ -198,9 +304,10 @@ TEST(Wire, AnIndexTakesAtMostElevenBitsAtOnePercent) {
 std::vector<float> rounded(Values encoding, std::vector<float> values) {
   Bytes message;
   const auto envelope = envelope_of(kLargestUniverse, encoding);
+  const std::size_t lengths[] = {values.size()};
   std::vector<float> received(values.size());
-  pack_stretch(envelope, Vote::yes, values, message);
-  unpack_stretch(envelope, message, received);
+  pack_stretch(envelope, lengths, Vote::yes, values, message);
+  unpack_stretch(envelope, lengths, message, received);
   EXPECT_TRUE(same_bits(received, values));
   return received;
 }
@@ -268,11 +375,138 @@ TEST(WireRounding, SaturatesSoThatTheRestStaysOwed) {
 
 TEST(WireRounding, LetsInfinityAndNanThrough) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  for (const Values values : kEncodings) {
+  for (const Values values : {Values::fp32, Values::bf16, Values::fp16}) {
     EXPECT_EQ(rounded(values, kInfinity), kInfinity);
     EXPECT_EQ(rounded(values, -kInfinity), -kInfinity);
     for (const std::uint32_t bits : {0x7f800001u, 0x7fc00000u, 0x7fffffffu, 0xffffffffu}) {
       EXPECT_TRUE(std::isnan(rounded(values, std::bit_cast<float>(bits))));
+    }
+  }
+}
+
+// ---- blocks that share a scale ----------------------------------------------------------------
+
+constexpr Values kBlockEncodings[] = {Values::int8, Values::int4, Values::int2, Values::sign};
+
+/// Magnitudes from everywhere: like gradients, all alike, tiny, huge, mixed, with zeros.
+std::vector<std::vector<float>> many_blocks() {
+  std::mt19937 rng(11);
+  std::normal_distribution<float> normal;
+  std::vector<std::vector<float>> blocks;
+  for (int i = 0; i < 3000; ++i) {
+    std::vector<float> block(i % 3 == 0 ? 64 : 1 + rng() % 64);
+    const float unit = std::ldexp(1.0f, i % 5 == 0 ? static_cast<int>(rng() % 250) - 130 : 0);
+    for (float& x : block) {
+      x = normal(rng) * unit;
+      if (i % 4 == 1) x = std::copysign(unit, x) + x;  // no small ones
+      if (i % 4 == 2) x *= std::exp(3 * normal(rng));  // a long tail
+      if (i % 4 == 3)
+        x = rng() % 2 == 0 ? 0.0f : std::bit_cast<float>(static_cast<std::uint32_t>(rng()));
+      if (!std::isfinite(x)) x = std::numeric_limits<float>::max();
+    }
+    blocks.push_back(block);
+  }
+  blocks.push_back(std::vector<float>(64, 0.0f));
+  blocks.push_back(std::vector<float>(64, -0.0f));
+  blocks.push_back(std::vector<float>(64, std::numeric_limits<float>::max()));
+  blocks.push_back(std::vector<float>(64, std::numeric_limits<float>::denorm_min()));
+  return blocks;
+}
+
+TEST(WireBlocks, TheRestIsOwedToTheBit) {
+  for (const Values values : kBlockEncodings) {
+    for (const auto& block : many_blocks()) {
+      const auto read = rounded(values, block);
+      for (std::size_t i = 0; i < block.size(); ++i) {
+        ASSERT_TRUE(std::isfinite(read[i]));
+        if (values == Values::sign) continue;
+        const float owed = block[i] - read[i];
+        const double exact = static_cast<double>(block[i]) - static_cast<double>(read[i]);
+        ASSERT_EQ(static_cast<double>(owed), exact)
+            << kValuesNames[static_cast<std::size_t>(values)] << std::hexfloat << " of " << block[i]
+            << " as " << read[i];
+      }
+    }
+  }
+}
+
+// The definition of int8 and int4, in plain words.
+TEST(WireBlocks, AreTheNearestMultipleOfTheScale) {
+  const auto& blocks = many_blocks();
+  for (const auto& [values, most] :
+       {std::pair(Values::int8, 127.0f), std::pair(Values::int4, 7.0f)}) {
+    for (const auto& block : blocks) {
+      float largest = 0;
+      for (const float x : block) largest = std::max(largest, std::abs(x));
+      const float scale =
+          rounded(Values::bf16,
+                  std::min(largest / most, values == Values::int8 ? 0x1.fep120f : 0x1.fep124f));
+      const auto read = rounded(values, block);
+      for (std::size_t i = 0; i < block.size(); ++i) {
+        const float quotient = scale > 0 ? std::min(std::abs(block[i]) / scale, most) : 0;
+        const float expected = std::copysign(std::nearbyint(quotient), block[i]) * scale;
+        ASSERT_EQ(read[i], expected) << block[i];
+      }
+    }
+  }
+}
+
+TEST(WireBlocks, ErrorsAreSmall) {
+  std::mt19937 rng(5);
+  std::normal_distribution<float> normal;
+  std::vector<float> chosen;  // the largest of 100 each
+  for (int i = 0; i < 6400; ++i) {
+    float most = 0;
+    for (int j = 0; j < 100; ++j) {
+      const float x = normal(rng) * std::exp(0.7f * normal(rng));
+      if (std::abs(x) > std::abs(most)) most = x;
+    }
+    chosen.push_back(most);
+  }
+  double energy = 0;
+  for (const float x : chosen) energy += static_cast<double>(x) * x;
+  const std::pair<Values, double> limits[] = {
+      {Values::int8, 1e-4}, {Values::int4, 0.02}, {Values::int2, 0.18}, {Values::sign, 0.25}};
+  for (const auto& [values, limit] : limits) {
+    const auto read = rounded(values, chosen);
+    double error = 0;
+    for (std::size_t i = 0; i < read.size(); ++i) error += std::pow(read[i] - chosen[i], 2.0);
+    EXPECT_LT(error / energy, limit) << kValuesNames[static_cast<std::size_t>(values)];
+  }
+}
+
+TEST(WireBlocks, WhatIsNotFiniteVotesNo) {
+  for (const float bad : {std::numeric_limits<float>::infinity(), std::nanf("")}) {
+    for (const Values values : kBlockEncodings) {
+      std::vector<float> stretch(100, 1.0f);
+      stretch[70] = bad;
+      Bytes message;
+      const auto envelope = envelope_of(100, values);
+      const std::size_t lengths[] = {stretch.size()};
+      EXPECT_EQ(pack_stretch(envelope, lengths, Vote::yes, stretch, message), Vote::no);
+      std::vector<float> read(100);
+      EXPECT_EQ(unpack_stretch(envelope, lengths, message, read), Vote::no);
+      EXPECT_TRUE(same_bits(read, stretch));
+      EXPECT_TRUE(std::ranges::all_of(read, [](float x) { return std::isfinite(x); }));
+
+      auto entries = entries_at({3, 40, 50});
+      entries.values[1] = bad;
+      EXPECT_EQ(pack(envelope, Whole(envelope), Vote::yes, entries, message), Vote::no);
+    }
+  }
+}
+
+TEST(WireBlocks, ForeignScalesAreRefused) {
+  for (const Values values : kBlockEncodings) {
+    std::vector<float> stretch(3, 1.0f);
+    Bytes message;
+    const auto envelope = envelope_of(100, values);
+    const std::size_t lengths[] = {stretch.size()};
+    pack_stretch(envelope, lengths, Vote::yes, stretch, message);
+    for (const unsigned scale : {0x7f80u, 0x7fc0u, 0xff80u, 0xffffu}) {
+      store(message.data() + kHeader, static_cast<std::uint16_t>(scale));
+      fix_checksum(message);
+      EXPECT_THROW(unpack_stretch(envelope, lengths, message, stretch), WireError) << scale;
     }
   }
 }
@@ -282,7 +516,7 @@ TEST(WireRounding, LetsInfinityAndNanThrough) {
 Bytes small_message(const Envelope& envelope) {
   auto entries = entries_at({0, 5, 6, 300, 20000, 59999});
   Bytes message;
-  pack(envelope, Vote::yes, entries, message);
+  pack(envelope, Whole(envelope), Vote::yes, entries, message);
   return message;
 }
 
@@ -314,21 +548,22 @@ TEST(WireHeader, HasThisLayout) {
   auto entries = entries_at({3, 300});
   entries.values = {1.0f, -2.0f};
   Bytes message;
-  pack({.run = 0xa1a2a3a4,
-        .step = 0xb1b2b3b4b5b6b7b8,
-        .bucket = 0xc1c2c3c4,
-        .universe = 0xd1d2d3d4,
-        .values = Values::bf16},
-       Vote::yes, entries, message);
+  const Envelope envelope{.run = 0xa1a2a3a4,
+                          .step = 0xb1b2b3b4b5b6b7b8,
+                          .bucket = 0xc1c2c3c4,
+                          .universe = 0xd1d2d3d4,
+                          .values = Values::bf16};
+  pack(envelope, Whole(envelope), Vote::yes, entries, message);
   const std::uint8_t expected[] = {'T',  'P',  'R',  '1',   // magic
-                                   1,    1,    1,    1,     // version, kind, values, vote
+                                   2,    1,    1,    1,     // version, kind, values, vote
                                    0xa4, 0xa3, 0xa2, 0xa1,  // run
                                    0xc4, 0xc3, 0xc2, 0xc1,  // bucket
                                    0xb8, 0xb7, 0xb6, 0xb5, 0xb4, 0xb3, 0xb2, 0xb1,  // step
                                    0xd4, 0xd3, 0xd2, 0xd1,                          // universe
                                    2,    0,    0,    0,                             // count
-                                   7,    0,    0,    0,    0,    0,    0,    0};    // payload
-  const std::uint8_t payload[] = {3, 0x80 | 40, 2, 0x80, 0x3f, 0x00, 0xc0};
+                                   8,    0,    0,    0,    0,    0,    0,    0};    // payload
+  // No piece is whole; k = 6 in 5 bits, 1 and 3, four zeros, 1 and 40; two values.
+  const std::uint8_t payload[] = {0, 0xe6, 0x00, 0x51, 0x80, 0x3f, 0x00, 0xc0};
   const auto bytes = std::span<const std::byte>(message);
   EXPECT_TRUE(same_bits(bytes.first(40), expected));
   EXPECT_TRUE(same_bits(bytes.subspan(kHeader), payload));
@@ -399,15 +634,15 @@ TEST(WireRefusal, EveryOtherLengthIsFound) {
   EXPECT_NE(refusal(kExpected, longer), "");
 }
 
-/// A sealed message that claims `count` entries, with these gap bytes. The bytes of its values look
-/// like gaps that go on, so they stop nobody who runs into them.
-Bytes forged(const Envelope& envelope, std::uint32_t count, const std::vector<unsigned>& gaps) {
+/// A sealed message that claims `count` entries, with these bytes for flags and indices. The bytes
+/// of its values are zeros: in indices they would go on and on.
+Bytes forged(const Envelope& envelope, std::uint32_t count, const std::vector<unsigned>& head) {
   SparseVector none;
   Bytes message;
-  pack(envelope, Vote::yes, none, message);
-  for (const unsigned byte : gaps) message.push_back(static_cast<std::byte>(byte));
-  message.resize(message.size() + std::min(count, 20u) * bytes_of(envelope.values),
-                 std::byte{0xff});
+  pack(envelope, Whole(envelope), Vote::yes, none, message);
+  message.resize(kHeader);
+  for (const unsigned byte : head) message.push_back(static_cast<std::byte>(byte));
+  message.resize(message.size() + bytes_of(envelope.values, std::min(count, 20u)), std::byte{0});
   store(message.data() + 28, count);
   fix_length_and_checksum(message);
   return message;
@@ -415,26 +650,28 @@ Bytes forged(const Envelope& envelope, std::uint32_t count, const std::vector<un
 
 TEST(WireRefusal, IndicesStayInTheUniverse) {
   const auto ten = envelope_of(10, Values::fp16);
-  EXPECT_EQ(refusal(ten, forged(ten, 2, {0, 8})), "");
-  EXPECT_EQ(refusal(ten, forged(ten, 2, {0, 9})), "message: index 1 is 10, expected less than 10");
-  EXPECT_NE(refusal(ten, forged(ten, 1, {10})), "");
-  // 2^32 and more must not wrap round to a small index.
+  // k = 0: five zeros, then gaps in unary.
+  EXPECT_EQ(refusal(ten, forged(ten, 2, {0, 0b0010'0000, 0b100000})), "");    // 0 and 8 more
+  EXPECT_NE(refusal(ten, forged(ten, 2, {0, 0b0010'0000, 0b10000000})), "");  // 0 and 9 more
+  EXPECT_EQ(refusal(ten, forged(ten, 1, {0, 0b0000'0000, 0b1000000})), "");   // 9
+  EXPECT_EQ(refusal(ten, forged(ten, 1, {0, 0b0000'0000, 0b10000000})),       // 10
+            "message: index 10 before number 1, expected less than 10");
+  // 2^32 and more must not wrap round to a small index. k = 31.
   const auto largest = envelope_of(kLargestUniverse, Values::fp16);
-  EXPECT_EQ(refusal(largest, forged(largest, 1, {0xfe, 0xff, 0xff, 0xff, 0x0f})), "");
-  EXPECT_NE(refusal(largest, forged(largest, 1, {0xff, 0xff, 0xff, 0xff, 0x0f})), "");
-  EXPECT_NE(refusal(largest, forged(largest, 1, {0x80, 0x80, 0x80, 0x80, 0x10})), "");
-  EXPECT_NE(refusal(largest, forged(largest, 2, {5, 0xff, 0xff, 0xff, 0xff, 0x0f})), "");
-  EXPECT_NE(refusal(largest, forged(largest, 1, {0x80, 0x80, 0x80, 0x80, 0x80, 0x00})), "");
-  EXPECT_NE(refusal(largest, forged(largest, 1, {0x80})), "");
-  EXPECT_NE(refusal(largest, forged(largest, 2, {0x80, 0x80})), "");
-  EXPECT_NE(refusal(largest, forged(largest, 1, {1, 1})), "");
+  EXPECT_EQ(refusal(largest, forged(largest, 1, {0, 0xdf, 0xff, 0xff, 0xff, 0x3f})),
+            "message: index 4294967295 before number 1, expected less than 4294967295");
+  EXPECT_EQ(refusal(largest, forged(largest, 1, {0, 0x5f, 0xff, 0xff, 0xff, 0x7f})), "");
+  EXPECT_NE(refusal(largest, forged(largest, 1, {0, 0x1f, 0x02, 0, 0, 0, 0})), "");
+  // Nothing but zeros, to the end of the message.
+  EXPECT_NE(refusal(largest, forged(largest, 1, {0, 0x1f, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0})), "");
+  EXPECT_NE(refusal(ten, forged(ten, 10, {0})), "");
 }
 
 TEST(WireRefusal, ALyingCountAllocatesNothing) {
   const auto refusal_of = [](const Envelope& envelope, const Bytes& message) -> std::string {
     SparseVector entries;
     try {
-      unpack(envelope, message, entries);
+      unpack(envelope, Whole(envelope), message, entries);
     } catch (const WireError& error) {
       EXPECT_EQ(entries.indices.capacity(), 0u);
       EXPECT_EQ(entries.values.capacity(), 0u);
@@ -444,10 +681,12 @@ TEST(WireRefusal, ALyingCountAllocatesNothing) {
   };
   const auto large = envelope_of(kLargestUniverse, Values::fp32);
   for (const std::uint32_t count : {1000u, 0x7fffffffu, 0xffffffffu}) {
-    EXPECT_NE(refusal_of(large, forged(large, count, {1, 2, 3})), "");
+    EXPECT_NE(refusal_of(large, forged(large, count, {0, 2, 3})), "");
   }
-  EXPECT_EQ(refusal_of(large, forged(large, 10, {1, 2, 3})),
-            "message: payload length is 43, expected at least 50 for 10 entries");
+  EXPECT_EQ(refusal_of(large, forged(large, 21, {0, 2, 3})),
+            "message: payload length is 83, expected at least 85 for 21 entries");
+  EXPECT_EQ(refusal_of(large, forged(large, 1, {1})),
+            "message: count is 1, expected 4294967295 to 4294967295");
   const auto ten = envelope_of(10, Values::fp32);
   EXPECT_EQ(refusal_of(ten, forged(ten, 11, std::vector<unsigned>(11))),
             "message: count is 11, expected at most 10");
@@ -456,16 +695,17 @@ TEST(WireRefusal, ALyingCountAllocatesNothing) {
 TEST(WireRefusal, AStretchHasNoOtherLength) {
   const auto envelope = envelope_of(10, Values::bf16);
   Buffer<float> values(3, 1.0f);
+  const std::size_t lengths[] = {3};
   Bytes good;
-  pack_stretch(envelope, Vote::yes, values, good);
+  pack_stretch(envelope, lengths, Vote::yes, values, good);
   for (std::size_t length = kHeader; length < kHeader + 12; ++length) {
     Bytes message = good;
     message.resize(length, std::byte{0});
     fix_length_and_checksum(message);
     if (length == good.size()) {
-      EXPECT_EQ(unpack_stretch(envelope, message, values), Vote::yes);
+      EXPECT_EQ(unpack_stretch(envelope, lengths, message, values), Vote::yes);
     } else {
-      EXPECT_THROW(unpack_stretch(envelope, message, values), WireError) << length;
+      EXPECT_THROW(unpack_stretch(envelope, lengths, message, values), WireError) << length;
     }
   }
 }
@@ -484,8 +724,9 @@ class WireFuzz : public testing::Test {
   void try_message(const Envelope& envelope, const Bytes& message) {
     ++(refusal(envelope, message).empty() ? accepted_ : refused_);
     float values[3];
+    const std::size_t lengths[] = {1, 2};
     try {
-      unpack_stretch(envelope, message, values);
+      unpack_stretch(envelope, lengths, message, values);
     } catch (const WireError&) {
     }
   }
@@ -497,7 +738,8 @@ class WireFuzz : public testing::Test {
 // Half of them get a header that passes, so that the payload is really looked at.
 TEST_F(WireFuzz, RandomBytesAreAMessageOrAnError) {
   for (int time = 0; time < kTimes; ++time) {
-    const auto envelope = envelope_of(static_cast<Index>(1 + below(1000)), kEncodings[below(3)]);
+    const auto envelope =
+        envelope_of(static_cast<Index>(1 + below(1000)), kEncodings[below(std::size(kEncodings))]);
     Bytes message;
     const bool sealed = time % 2 == 0;
     if (sealed) {
@@ -517,7 +759,7 @@ TEST_F(WireFuzz, RandomBytesAreAMessageOrAnError) {
 
 TEST_F(WireFuzz, ChangedMessagesAreAMessageOrAnError) {
   for (int time = 0; time < kTimes; ++time) {
-    const auto envelope = envelope_of(60000, kEncodings[below(3)]);
+    const auto envelope = envelope_of(60000, kEncodings[below(std::size(kEncodings))]);
     Bytes message = small_message(envelope);
     for (std::size_t changes = 1 + below(4); changes > 0; --changes) {
       const std::size_t at = below(message.size());
@@ -541,17 +783,22 @@ TEST_F(WireFuzz, ChangedMessagesAreAMessageOrAnError) {
 
 TEST(Wire, MistakesOfTheCallerAreRefused) {
   Bytes out;
+  const auto ten = envelope_of(10, Values::fp32);
   auto outside = entries_at({3, 10});
-  EXPECT_THROW(pack(envelope_of(10, Values::fp32), Vote::yes, outside, out), std::invalid_argument);
+  EXPECT_THROW(pack(ten, Whole(ten), Vote::yes, outside, out), std::invalid_argument);
+  const Piece apart[] = {{0, 2}, {4, 10}}, beyond[] = {{0, 11}};
+  auto between = entries_at({1, 3, 5});
+  EXPECT_THROW(pack(ten, apart, Vote::yes, between, out), std::invalid_argument);
+  EXPECT_THROW(pack(ten, beyond, Vote::yes, between, out), std::invalid_argument);
   auto uneven = entries_at({3, 4});
   uneven.values.pop_back();
-  EXPECT_THROW(pack(envelope_of(10, Values::fp32), Vote::yes, uneven, out), std::invalid_argument);
+  EXPECT_THROW(pack(ten, Whole(ten), Vote::yes, uneven, out), std::invalid_argument);
   Buffer<float> too_long(11, 0.0f);
-  EXPECT_THROW(pack_stretch(envelope_of(10, Values::fp32), Vote::yes, too_long, out),
+  EXPECT_THROW(pack_stretch(ten, std::vector<std::size_t>{11}, Vote::yes, too_long, out),
                std::invalid_argument);
   auto entries = entries_at({3, 4});
-  EXPECT_THROW(pack(envelope_of(10, static_cast<Values>(9)), Vote::yes, entries, out),
-               std::invalid_argument);
+  const auto unknown = envelope_of(10, static_cast<Values>(9));
+  EXPECT_THROW(pack(unknown, Whole(unknown), Vote::yes, entries, out), std::invalid_argument);
   EXPECT_TRUE(out.empty());
 }
 

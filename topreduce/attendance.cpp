@@ -74,8 +74,7 @@ void RollCall::hold(const wire::Envelope& envelope, exchange::Courier& courier) 
   roll.universe = static_cast<Index>(words_.size());
   roll.values = wire::Values::fp32;
   courier.open(roll, wire::Vote::ask);
-  sizes_.assign(ranks, words_.size());
-  courier.all_gather_regions(mine_, sizes_, parts_);
+  courier.all_gather(mine_, parts_);
 
   int present = 0, by_present = 0;
   for (std::size_t r = 0; r < ranks; ++r) {

@@ -43,7 +43,6 @@ class RollCall {
   bool all_used_ = true;
   SparseVector mine_;                 // words that are not 0: flags, then a bit per parameter
   std::vector<std::uint32_t> words_;  // the same of all ranks together: 1 where no rank used it
-  std::vector<std::size_t> sizes_;
   std::vector<SparseVector> parts_;
 };
 

@@ -51,6 +51,18 @@ Setting text(std::string_view name, std::string_view fallback, std::string_view 
   return {name, Setting::Kind::text, fallback, 0, 0, false, {}, meaning};
 }
 
+// The encodings of wire/message.h.
+std::string_view values_words() {
+  static const std::string words = [] {
+    std::string all;
+    for (const std::string_view name : wire::kValuesNames) {
+      all += (all.empty() ? "" : "|") + std::string(name);
+    }
+    return all;
+  }();
+  return words;
+}
+
 std::optional<double> to_number(std::string_view text) {
   double value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);

@@ -62,9 +62,8 @@ std::vector<std::string> kept_patterns(const Layout& layout, const std::string& 
 }
 
 wire::Values to_values(std::string_view word) {
-  return word == "bf16"   ? wire::Values::bf16
-         : word == "fp16" ? wire::Values::fp16
-                          : wire::Values::fp32;
+  const auto found = std::ranges::find(wire::kValuesNames, word);
+  return static_cast<wire::Values>(found - wire::kValuesNames.begin());
 }
 
 }  // namespace

@@ -103,7 +103,9 @@ Regime Reducer::Inside::regime_of_step() const {
   const auto k = static_cast<double>(pipeline.budget_at(step).entries);
   const auto cost = pipeline.exchange->cost(k, n, comm->size());
   const auto whole = dense->cost(n, n, comm->size());
-  return cost.values + cost.indices / 4 < whole.values ? Regime::compress : Regime::dense;
+  const double of_value = wire::bits_per_value(pipeline.values);
+  const double bits = cost.values * of_value + cost.indices * wire::bits_per_index(k / n);
+  return bits < whole.values * of_value ? Regime::compress : Regime::dense;
 }
 
 void Reducer::Inside::begin(Communicator& communicator, float scale) {
@@ -236,6 +238,8 @@ void Reducer::Inside::exchange(Parcel& parcel) {
         kernels::survey(sight.terms(segment), parcel.seen);
       }
     } else {
+      // Counts of a handful vary by more than `resize` foresees.
+      parcel.selected.reserve(std::min<std::size_t>(sight.size(), 64));
       pipeline.selector->choose(sight, parcel.selected, parcel.seen, looked);
       if (!parcel.seen.finite()) parcel.selected.clear();
     }
@@ -243,9 +247,16 @@ void Reducer::Inside::exchange(Parcel& parcel) {
   running[Stage::look] += looked;
   running[Stage::choose] += chosen - looked;
 
-  const wire::Envelope envelope{run, step, static_cast<std::uint32_t>(&parcel - parcels.data()),
-                                sight.size(), pipeline.values};
-  courier.open(envelope, !parcel.seen.finite() ? Vote::no : roll.asks() ? Vote::ask : Vote::yes);
+  // Coarse values are for those who remember what rounding took.
+  const feedback::Feedback& kept = memory(parcel);
+  const bool remembers = kept.is_estimate() || !kept.base().empty();
+  const wire::Envelope envelope{
+      run, step, static_cast<std::uint32_t>(&parcel - parcels.data()), sight.size(),
+      remembers ? pipeline.values : wire::without_scales(pipeline.values)};
+  courier.open(envelope, sight,
+               !parcel.seen.finite() ? Vote::no
+               : roll.asks()         ? Vote::ask
+                                     : Vote::yes);
   (whole ? *dense : *pipeline.exchange)
       .run(sight, parcel.selected, budget, courier, parcel.delivery);
 }

@@ -7,9 +7,10 @@ is float32 where the library's is, so that results can be compared bit for bit.
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import pairwise
 from operator import add
 from statistics import NormalDist
 from typing import Any
@@ -105,7 +106,7 @@ class Step:
     shapes: list[Sequence[int]]  # of the parameters that are compressed
     of_exchange: dict[str, Any]  # its settings
     remembers: bool  # what is not sent is owed
-    travel: Callable[[Floats], Floats]  # how a value looks on the other side
+    values: str  # how they travel
     sizes: Sequence[int]  # of the parameters in question
     at_once: bool = False  # one exchange for the whole model
     drift: Floats | None = None  # what the memory of this rank will gain by itself
@@ -454,27 +455,28 @@ def in_rank_order(parts: Sequence[Floats]) -> Floats:
 
 def gather(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
     """Everyone's entries to everyone (TopkA in arXiv 2201.07598)."""
-    settled = [np.zeros_like(values) for values in pending]
-    for mine, values, places in zip(settled, pending, chosen, strict=True):
-        mine[places] = step.travel(values[places])
-    delivered = np.unique(np.concatenate(chosen)).size
-    return Delivery(in_rank_order(settled), settled, delivered)
+    read = [
+        journey(step.values, values, places, parameters(step.sizes))
+        for values, places in zip(pending, chosen, strict=True)
+    ]
+    settled = [values for values, _ in read]
+    return Delivery(in_rank_order(settled), settled, union(places for _, places in read).size)
 
 
 def everywhere(pending: list[Floats], places: Places, step: Step) -> Delivery:
     """The same places on every rank. Rank r adds up the r-th part of every parameter, rounds it for
     everyone, and owes what that changed."""
-    settled = [np.zeros_like(values) for values in pending]
-    for mine, values in zip(settled, pending, strict=True):
-        mine[places] = step.travel(values[places])
-    exact = in_rank_order(settled)
-    total = np.zeros_like(exact)
-    total[places] = step.travel(exact[places])
     ranks = len(pending)
-    for start, size in zip(starts(step.sizes), step.sizes, strict=True):
-        for r, mine in enumerate(settled):
-            owned = slice(start + size * r // ranks, start + size * (r + 1) // ranks)
-            mine[owned] += total[owned] - exact[owned]
+    parts = [
+        (start + size * r // ranks, start + size * (r + 1) // ranks)
+        for start, size in zip(starts(step.sizes), step.sizes, strict=True)
+        for r in range(ranks)
+    ]
+    settled = [known_places(step.values, values, places, parts) for values in pending]
+    exact = in_rank_order(settled)
+    total = known_places(step.values, exact, places, parts)
+    for i, (begin, end) in enumerate(parts):
+        settled[i % ranks][begin:end] += total[begin:end] - exact[begin:end]
     return Delivery(total, settled, places.size)
 
 
@@ -544,6 +546,7 @@ def arc_topk(pending: list[Floats], chosen: list[Places], step: Step) -> Deliver
     """Rows that are largest in the mean, seen through a shared random sketch (2510.26709)."""
     options: dict[str, Any] = {"sketch": 4, "stream": "gaussian", "ranked": "tensor", "random": 0.0}
     options.update(step.of_exchange)
+    travel = ROUNDED[without_scales(step.values)]
     tensors = arc_rows(step.shapes, **step.of_exchange)
     groups: list[tuple[int, list[tuple[float, int, int]]]] = []  # first draw; score, start, size
     places = []
@@ -564,8 +567,8 @@ def arc_topk(pending: list[Floats], chosen: list[Places], step: Step) -> Deliver
             flat[: tensor.size] = values[whole]
             rows = np.zeros((tensor.count, padded), np.float32)
             rows[:, : tensor.width] = flat.reshape(tensor.count, tensor.width)
-            sketches.append(step.travel(arc_sketch(rows, directions)))
-        total = step.travel(in_rank_order(sketches)).astype(np.float64)
+            sketches.append(travel(arc_sketch(rows, directions)))
+        total = travel(in_rank_order(sketches)).astype(np.float64)
         scored = []
         for j, row in enumerate(total):
             at = j * tensor.width
@@ -627,14 +630,43 @@ def equal_eighths(sizes: Sequence[int]) -> list[list[int]]:
     return [[size * i // 8 for i in range(1, 8)] for size in sizes]
 
 
+def regions(sizes: Sequence[int], owner: Places) -> list[tuple[int, int, int]]:
+    """Begin, end and owner of every stretch of a parameter that has one owner."""
+    found = []
+    for start, size in zip(starts(sizes), sizes, strict=True):
+        mine = owner[start : start + size]
+        cuts = [0, *(np.flatnonzero(np.diff(mine)) + 1).tolist(), size]
+        for begin, end in pairwise(cuts):
+            if begin < end:
+                found.append((start + begin, start + end, int(mine[begin])))
+    return found
+
+
 def to_owners(
     pending: list[Floats], chosen: list[Places], owner: Places, step: Step
-) -> tuple[list[Floats], Floats]:
-    """What each rank sent, as owners read it, and its sum; what an owner has does not travel."""
+) -> tuple[list[Floats], Floats, Places]:
+    """What each rank sent, as owners read it, its sum and where; what an owner has stays home."""
     sent = [np.zeros_like(values) for values in pending]
+    arrived = []
     for r, (mine, values, places) in enumerate(zip(sent, pending, chosen, strict=True)):
-        mine[places] = np.where(owner[places] == r, values[places], step.travel(values[places]))
-    return sent, in_rank_order(sent)
+        own = places[owner[places] == r]
+        pieces = [(begin, end) for begin, end, to in regions(step.sizes, owner) if to != r]
+        read, there = journey(step.values, values, places[owner[places] != r], pieces)
+        mine[there] = read[there]
+        mine[own] = values[own]
+        arrived.append(union([there, own]))
+    return sent, in_rank_order(sent), union(arrived)
+
+
+def from_owners(
+    sums: Floats, places: Places, owner: Places, step: Step
+) -> tuple[Floats, Places, Floats]:
+    """The sums as everyone reads them, where they are, and what rounding changed."""
+    pieces = [(begin, end) for begin, end, _ in regions(step.sizes, owner)]
+    seen, there = journey(step.values, sums, places, pieces)
+    change = np.zeros_like(sums)
+    change[places] = seen[places] - sums[places]
+    return seen, there, change
 
 
 def owe_rounding(settled: list[Floats], owner: Places, change: Floats, places: Places) -> None:
@@ -647,10 +679,10 @@ def owe_rounding(settled: list[Floats], owner: Places, change: Floats, places: P
 def topk_dsa(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
     """The sum of all that was chosen, added up in regions of equal width (arXiv 1802.08021)."""
     owner = owners(step.sizes, equal_eighths(step.sizes), len(pending))
-    settled, exact = to_owners(pending, chosen, owner, step)
-    total = step.travel(exact)
-    owe_rounding(settled, owner, total - exact, np.unique(np.concatenate(chosen)))
-    return Delivery(total, settled, int(np.count_nonzero(total)))
+    settled, exact, places = to_owners(pending, chosen, owner, step)
+    total, there, change = from_owners(exact, places, owner, step)
+    owe_rounding(settled, owner, change, places)
+    return Delivery(total, settled, there.size)
 
 
 def ranked(values: Floats, places: Places, k: int) -> Places:
@@ -669,9 +701,9 @@ def gtopk(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
     lists = list(chosen)
 
     def rounded_by(r: int) -> None:
-        change = step.travel(sums[r]) - sums[r]
-        settled[r] += change
-        sums[r] = step.travel(sums[r])
+        read, there = journey(step.values, sums[r], lists[r], parameters(step.sizes))
+        settled[r] += read - sums[r]
+        sums[r], lists[r] = read, there
 
     def meet(r: int, other: int) -> None:
         total = sums[r] + sums[other]
@@ -729,17 +761,18 @@ class OkTopk:
             eighths = self.agreed(eighths, chosen)
 
         owner = owners(self.sizes, eighths, len(pending))
-        sent, sums = to_owners(pending, chosen, owner, step)
-        seen = step.travel(sums)
-        places = np.unique(np.concatenate(chosen))
-        shown = kept = places[np.abs(seen[places]) >= np.float32(cut)]
+        sent, sums, places = to_owners(pending, chosen, owner, step)
+        shown = places[np.abs(sums[places]) >= np.float32(cut / 2 if exact else cut)]
+        if exact and step.at_once:
+            shown = ranked(sums, places, k)
+        weakest = float(np.abs(sums[shown]).min()) if shown.size == k else 0.0
+        seen, shown, change = from_owners(sums, shown, owner, step)
+        kept = shown
         state = self.threshold, self.last_k, self.due
         if exact and step.at_once:
-            kept = ranked(seen, places, k)
-            weakest = float(np.abs(seen[kept]).min()) if kept.size == k else 0.0
             state = weakest, float(k), False
         elif exact:
-            shown = places[np.abs(seen[places]) >= np.float32(cut / 2)]
+            kept = shown[np.abs(seen[shown]) >= np.float32(cut)]
             found = shown.size >= k
             state = kth(seen[shown], k) if found else cut / 2, float(k), not found
         elif not everything:
@@ -751,7 +784,7 @@ class OkTopk:
         settled = [np.zeros_like(mine) for mine in sent]
         for mine, all_sent in zip(settled, sent, strict=True):
             mine[kept] = all_sent[kept]  # sent and delivered
-        owe_rounding(settled, owner, seen - sums, kept)
+        owe_rounding(settled, owner, change, kept)
         return Delivery(total, settled, kept.size)
 
     def agreed(self, before: list[list[int]], chosen: list[Places]) -> list[list[int]]:
@@ -785,19 +818,27 @@ def kth(values: Floats, k: int) -> float:
     return float(np.sort(np.abs(values))[-k])
 
 
-def values_sent(
-    exchange: str, k: int, n: int, ranks: int, sketched: int = 0, global_ratio: float = 1.0
+def bits_sent(
+    exchange: str,
+    values: str,
+    k: int,
+    n: int,
+    ranks: int,
+    sketched: int = 0,
+    global_ratio: float = 1.0,
 ) -> float:
-    """By each rank; an index counts as a quarter of a value."""
+    """By each rank, roughly."""
     split = k * (ranks - 1) / ranks
+    value = 8 * run_bytes(values, 64) / 64
+    entry = value + (1.0 if k >= n else 1.5 - math.log2(k / n))
     return {
-        "topk_dsa": 1.25 * (split + min(k * (ranks - 1), n * (ranks - 1) / ranks)),
-        "gtopk": 1.25 * k * (ranks - 1).bit_length(),
-        "ok_topk": 1.25 * (1 + global_ratio) * k * (ranks - 1) / ranks,
-        "arc_topk": 2.0 * (sketched + k) * (ranks - 1) / ranks,
-        "gather": 1.25 * k * (ranks - 1),
-        "randk": 2.0 * k * (ranks - 1) / ranks,
-        "dense": 2.0 * n * (ranks - 1) / ranks,
+        "topk_dsa": entry * (split + min(k * (ranks - 1), n * (ranks - 1) / ranks)),
+        "gtopk": entry * k * (ranks - 1).bit_length(),
+        "ok_topk": entry * (1 + global_ratio) * k * (ranks - 1) / ranks,
+        "arc_topk": value * 2.0 * (sketched + k) * (ranks - 1) / ranks,
+        "gather": entry * k * (ranks - 1),
+        "randk": value * 2.0 * k * (ranks - 1) / ranks,
+        "dense": value * 2.0 * n * (ranks - 1) / ranks,
     }[exchange]
 
 
@@ -816,11 +857,123 @@ def as_fp16(values: Floats) -> Floats:
     return np.clip(values, -65504, 65504).astype(np.float16).astype(np.float32)
 
 
-TRAVEL: dict[str, Callable[[Floats], Floats]] = {
+BITS = {"int8": 8, "int4": 4, "int2": 2, "sign": 1}  # of a code; 64 values share a scale
+LARGEST_SCALE = {
+    "int8": float.fromhex("0x1.fep120"),
+    "int4": float.fromhex("0x1.fep124"),
+    "int2": float.fromhex("0x1.fep126"),
+    "sign": float.fromhex("0x1.fep127"),
+}
+
+
+def block_mean(magnitudes: Floats) -> np.float32:
+    """Sums over every eighth of 64, then halves onto halves; a 64th each."""
+    padded = np.zeros(64, np.float32)
+    padded[: magnitudes.size] = magnitudes
+    sums = reduce(add, (padded * np.float32(2**-6)).reshape(8, 8), np.zeros(8, np.float32))
+    while sums.size > 1:
+        sums = sums[: sums.size // 2] + sums[sums.size // 2 :]
+    return np.float32(sums[0] * (np.float32(64) / np.float32(magnitudes.size)))
+
+
+def rounded_block(values: str, block: Floats) -> Floats:
+    """Up to 64 values as whole multiples of a scale with 8 significant bits."""
+    magnitudes = np.abs(block)
+    largest = magnitudes.max()
+
+    def scale_of(wanted: np.float32) -> np.float32:
+        return as_bf16(np.array([min(wanted, np.float32(LARGEST_SCALE[values]))]))[0]
+
+    def nearest(scale: np.float32, most: int) -> Floats:
+        if scale == 0:
+            return np.zeros_like(block)
+        return np.rint(np.minimum(magnitudes / scale, np.float32(most)))
+
+    if values in ("int8", "int4"):
+        most = 2 ** (BITS[values] - 1) - 1
+        scale = scale_of(largest / np.float32(most))
+        codes = nearest(scale, most)
+    else:
+        mean = min(block_mean(magnitudes), largest)
+        scale = scale_of(mean if values == "sign" else np.float32(0.875) * mean)
+        codes = np.ones_like(block)
+        if values == "int2" and scale > 0 and magnitudes.min() >= scale / 2:
+            codes = np.where(magnitudes > np.float32(1.5) * scale, np.float32(2), np.float32(1))
+        elif values == "int2":
+            scale = scale_of(np.float32(1.5) * min(mean, np.float32(2.0**126)))
+            codes = nearest(scale, 1)
+    return np.where(np.signbit(block), -1, 1).astype(np.float32) * codes * scale + np.float32(0)
+
+
+def rounded_run(values: str, run: Floats) -> Floats:
+    """The values of one piece."""
+    if values in ROUNDED:
+        return ROUNDED[values](run)
+    blocks = [rounded_block(values, run[at : at + 64]) for at in range(0, run.size, 64)]
+    return np.concatenate([*blocks, np.empty(0, np.float32)])
+
+
+def run_bytes(values: str, count: int) -> int:
+    if values in ROUNDED:
+        return count * (4 if values == "fp32" else 2)
+    full, rest = divmod(count, 64)
+    return full * (2 + 8 * BITS[values]) + (2 + -(-BITS[values] * rest // 8) if rest else 0)
+
+
+ROUNDED: dict[str, Callable[[Floats], Floats]] = {
     "fp32": lambda values: values,
     "bf16": as_bf16,
     "fp16": as_fp16,
 }
+VALUES = {*ROUNDED, *BITS}
+
+
+def without_scales(values: str) -> str:
+    """For what no parameter places, or nobody remembers the rounding of."""
+    return values if values in ROUNDED else "bf16"
+
+
+Pieces = Sequence[tuple[int, int]]
+
+
+def parameters(sizes: Sequence[int]) -> Pieces:
+    return [(start, start + size) for start, size in zip(starts(sizes), sizes, strict=True)]
+
+
+def union(places: Iterable[Places]) -> Places:
+    return np.unique(np.concatenate([np.empty(0, np.int64), *places]))
+
+
+def journey(values: str, vector: Floats, places: Places, pieces: Pieces) -> tuple[Floats, Places]:
+    """Entries of a vector as receivers read them: zero everywhere else; and where they are.
+
+    A piece is filled up with zeros if that is smaller; then zeros do not arrive.
+    """
+    read = np.zeros_like(vector)
+    there = []
+    for begin, end in pieces:
+        size, mine = end - begin, places[(places >= begin) & (places < end)]
+        listed = 8 * run_bytes(values, mine.size) + size + mine.size // 32
+        filled = 8 * run_bytes(values, size) <= listed and values != "sign"
+        if filled and mine.size < size:
+            spread_out = np.zeros_like(vector)
+            spread_out[mine] = vector[mine]
+            read[begin:end] = rounded_run(values, spread_out[begin:end])
+            mine = mine[read[mine] != 0]
+        else:
+            read[mine] = rounded_run(values, vector[mine])
+        there.append(mine)
+    return read, union(there)
+
+
+def known_places(values: str, vector: Floats, places: Places, pieces: Pieces) -> Floats:
+    """The same where both sides know the places."""
+    read = np.zeros_like(vector)
+    for begin, end in pieces:
+        mine = places[(places >= begin) & (places < end)]
+        read[mine] = rounded_run(values, vector[mine])
+    return read
+
 
 # ---- feedback: what is owed after a step --------------------------------------------------------
 
@@ -1081,7 +1234,8 @@ def simulate(
         SELECT[select](sizes, **accepted(SELECT[select], of_stages)) for _ in range(ranks) if select
     ]
     ok_topk = OkTopk(sizes, **accepted(OkTopk, of_stages))
-    travel = TRAVEL[values if ranks > 1 else "fp32"]  # alone, nothing travels
+    given = values
+    values = values if ranks > 1 else "fp32"  # alone, nothing travels
     memory = FEEDBACK[feedback](ranks, n, exchange in TOGETHER, **(of_feedback or {}))
     compressed = [shape for name, shape in shapes if not is_kept_dense(name, keep_dense)]
     of_exchange = of_exchange or {}
@@ -1098,8 +1252,8 @@ def simulate(
         whole = number < warmup_steps or not memory.started
         if not whole and number < warmup_steps + ramp_steps:
             # In the ramp, everything goes if that costs no more.
-            sent = values_sent(exchange, k, n, ranks, sketched, ok_topk.global_ratio)
-            whole = sent >= values_sent("dense", n, n, ranks)
+            sent = bits_sent(exchange, given, k, n, ranks, sketched, ok_topk.global_ratio)
+            whole = sent >= bits_sent("dense", given, n, n, ranks)
         plain = whole and memory.estimates
         whole = whole or exchange == "dense" or n == 0
         step = Step(
@@ -1110,7 +1264,7 @@ def simulate(
             compressed,
             of_exchange,
             memory.remembers,
-            travel,
+            values if memory.remembers else without_scales(values),
             sizes,
             granularity == "model",
         )
@@ -1130,7 +1284,7 @@ def simulate(
             keeps_state = exchange == "ok_topk" and not whole
             run = ok_topk if keeps_state else EXCHANGE["dense" if whole else exchange]
             delivery = run(pending, chosen, step)
-            rest = replace(step, sizes=[int(kept.sum())])
+            rest = replace(step, sizes=[int(kept.sum())], values=without_scales(values))
             kept_delivery = dense([mine[kept] for mine in gradient], [], rest)
             delivered = delivery.delivered + kept_delivery.delivered
             mean[kept] = kept_delivery.total / np.float32(ranks) * np.float32(loss_scale)

@@ -137,6 +137,24 @@ def test_rounding_stays_owed(method: str, granularity: str, values: str) -> None
     )
 
 
+@pytest.mark.parametrize("values", sorted(reference.BITS))
+@pytest.mark.parametrize("granularity", ["model", "bucket"])
+@pytest.mark.parametrize("method", METHODS)
+def test_values_that_share_a_scale(method: str, granularity: str, values: str) -> None:
+    gradients = integer_gradients(SHAPES, 24, 3)
+    check(
+        method,
+        SHAPES,
+        gradients,
+        density=0.4,
+        granularity=granularity,
+        values=values,
+        feedback="residual",
+        warmup_steps=2,
+        keep_dense="scale",
+    )
+
+
 @pytest.mark.parametrize("granularity", ["model", "bucket"])
 @pytest.mark.parametrize("method", METHODS)
 def test_loss_scale(method: str, granularity: str) -> None:
@@ -309,6 +327,8 @@ def test_every_stage_has_a_reading() -> None:
     assert {each["name"] for each in catalog["select"]} == reference.SELECT.keys()
     assert {each["name"] for each in catalog["exchange"]} == reference.EXCHANGE.keys()
     assert {each["name"] for each in catalog["methods"]} == reference.METHODS.keys()
+    values = next(each for each in catalog["settings"] if each["name"] == "values")
+    assert set(values["choices"].split("|")) == reference.VALUES
 
 
 # Known answers of Random123 (Salmon et al. 2011).

@@ -13,6 +13,7 @@ from topreduce import __version__, catalog
 from topreduce.catalog import Item
 
 _WIDEST = 110
+_WIDEST_RANGE = 22  # a long list of choices goes over several lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,13 +110,27 @@ def _describe(methods: list[Item]) -> Iterator[str]:
 def _table(settings: list[Item], width: int) -> Iterator[str]:
     """Name, default, range and meaning of each, in columns as wide as needed."""
     rows = [
-        (each["name"], each["default"] or "-", catalog.allowed(each), _meaning(each))
+        (
+            each["name"],
+            each["default"] or "-",
+            textwrap.wrap(catalog.allowed(each), _WIDEST_RANGE),
+            _meaning(each),
+        )
         for each in settings
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
-    for *cells, meaning in rows:
-        padded = [f"{cell:<{wide}}" for cell, wide in zip(cells, widths, strict=True)]
-        yield from _hanging(f"    {'  '.join(padded)}  ", meaning, width)
+    names = max((len(name) for name, *_ in rows), default=0)
+    defaults = max((len(default) for _, default, *_ in rows), default=0)
+    ranges = max((len(line) for *_, allowed, _ in rows for line in allowed), default=0)
+    for name, default, allowed, meaning in rows:
+        lines = _hanging(
+            f"    {name:<{names}}  {default:<{defaults}}  {allowed[0]:<{ranges}}  ", meaning, width
+        )
+        indent = 4 + names + 2 + defaults + 2
+        for i, rest in enumerate(allowed[1:], start=1):
+            line = lines[i] if i < len(lines) else ""
+            below = f"{'':<{indent}}{rest:<{ranges}}{line[indent + ranges :]}".rstrip()
+            lines[i : i + 1] = [below]
+        yield from lines
 
 
 def _meaning(setting: Item) -> str:

@@ -38,7 +38,7 @@ void GlobalCut::show(std::span<const Key> keys, Courier& courier) {
     message_.indices[i] = static_cast<Index>(kLowWord - (order_[i] & kLowWord));
     message_.values[i] = std::bit_cast<float>(static_cast<std::uint32_t>(order_[i] >> 32));
   }
-  courier.all_gather(message_, parts_);
+  courier.all_gather_exact(message_, parts_);
   std::size_t total = 0;
   for (const SparseVector& part : parts_) total += part.size();
   make_room(shown_, total);

@@ -14,8 +14,8 @@ namespace topreduce::exchange {
 ///             between two of those, up to s - 1 unseen ones of each rank
 ///   round 2   every rank shows what it has between them
 ///
-/// With s = sqrt(k / P) both rounds are small. Ties go to the lower index. Values must be such as
-/// receivers read (Courier::round).
+/// With s = sqrt(k / P) both rounds are small. Ties go to the lower index. Values are compared
+/// before they are rounded for their journey.
 class GlobalCut {
  public:
   /// Finds where to cut. `mine` and the entries of other ranks must have different indices.

@@ -52,18 +52,24 @@ class GTopk final : public Exchange {
       const bool sends = place == stride, receives = place == 0 && rank + stride < ranks;
       const int to = sends ? rank - stride : Courier::kNobody;
       const int from = receives ? rank + stride : Courier::kNobody;
-      if (sends) round_sum(courier);
+      if (sends) changes_.back().assign(sum_);
       courier.pass(to, sum_, from, received_);
+      if (sends) take_from(sum_, changes_.back());
       if (receives) {
         merge(pending, at_once ? budget.entries : 0, changes_[round + 1]);
       }
     }
-    if (rank == 0) round_sum(courier);
+    // The root rounds for everyone; the others hand on what they got as it came.
+    if (rank == 0) {
+      changes_.back().assign(sum_);
+      courier.keep(sum_);
+      take_from(sum_, changes_.back());
+    }
     for (std::size_t round = rounds; round-- > 0;) {
       const int stride = 1 << round, place = rank % (2 * stride);
       const bool sends = place == 0 && rank + stride < ranks, receives = place == stride;
-      courier.pass(sends ? rank + stride : Courier::kNobody, sum_,
-                   receives ? rank - stride : Courier::kNobody, received_);
+      courier.pass_on(sends ? rank + stride : Courier::kNobody,
+                      receives ? rank - stride : Courier::kNobody, received_);
       if (receives) std::swap(sum_, received_);
     }
     delivery.sum.assign(sum_);
@@ -80,17 +86,6 @@ class GTopk final : public Exchange {
  private:
   static int rounds_up(int ranks) {
     return static_cast<int>(std::bit_width(static_cast<unsigned>(ranks - 1)));
-  }
-
-  // The sum as receivers read it; this rank owes what that changes.
-  void round_sum(Courier& courier) {
-    if (!courier.rounds_values()) return;
-    SparseVector& change = changes_.back();
-    change.assign(sum_);
-    courier.round(sum_.values);
-    for (std::size_t i = 0; i < change.size(); ++i) {
-      change.values[i] = sum_.values[i] - change.values[i];
-    }
   }
 
   // Adds received_ to sum_ and cuts: to the k strongest or, with k = 0, by parameter.

@@ -4,8 +4,8 @@
 //
 //   split     everyone's entries to the owner of their region, who adds them in rank order
 //   cut       the owner keeps the sums that are among the k strongest of all regions
-//   balance   if survivors crowd on few ranks: an even part of them to each rank
-//   gather    the survivors to everyone
+//   gather    the survivors to everyone; if they crowd on few ranks, over all of them: an even part
+//             to each rank, who hands it on as it came
 //
 // Rounds: 2; 3 to balance; one more every `tau` steps, in which the ranks agree on regions; and,
 // for the whole model at once, two more every `period` steps, in which they find the exact k-th
@@ -91,7 +91,7 @@ class OkTopk final : public Exchange {
 
   void run(const Pending& pending, const SparseVector& selected, const select::Budget&,
            Courier& courier, Delivery& delivery) override {
-    reduce(pending, selected, courier);
+    const auto pieces = reduce(pending, selected, courier);
     bool crowded = skew_ > control_.balance;
     shown_.clear();
     if (exact_ && at_once_) {
@@ -102,21 +102,32 @@ class OkTopk final : public Exchange {
     } else {
       append_if(reduced_, at_least(exact_ ? cut_ / 2 : cut_), shown_);
     }
-    if (control_.balance > 0 && crowded && courier.ranks() > 1) balance(pending.size(), courier);
-    courier.all_gather(shown_, parts_);
+    rounding_.assign(shown_);
+    std::vector<SparseVector>* parts = &parts_;
+    if (control_.balance > 0 && crowded && courier.ranks() > 1) {
+      for (SparseVector& part : outgoing_) part.reserve(shown_.indices.capacity());
+      deal_out(shown_, pieces, static_cast<std::size_t>(courier.rank()), courier.values_per_scale(),
+               outgoing_);
+      courier.all_gather_spread(outgoing_, pieces, spread_);
+      adder_.add(outgoing_, pending.size(), shown_);
+      parts = &spread_;
+    } else {
+      courier.all_gather(shown_, pieces, parts_);
+    }
+    take_from(shown_, rounding_);
     if (exact_ && !at_once_) {
-      adder_.add(parts_, pending.size(), shown_);
+      adder_.add(*parts, pending.size(), shown_);
       delivery.sum.clear();
       append_if(shown_, at_least(cut_), delivery.sum);
       remember(shown_);
     } else {
-      adder_.add(parts_, pending.size(), delivery.sum);
+      adder_.add(*parts, pending.size(), delivery.sum);
       remember(delivery.sum);
     }
     settle(pending.size(), delivery);
     delivered_ += static_cast<double>(delivery.sum.size());
     counts_.resize(static_cast<std::size_t>(courier.ranks()));
-    count_by_owner(delivery.sum, regions_.pieces(pending.segments(), courier.ranks()), counts_);
+    count_by_owner(delivery.sum, pieces, counts_);
   }
 
   Cost cost(double k, double, int ranks) const override {
@@ -162,40 +173,21 @@ class OkTopk final : public Exchange {
     return total > 0 ? largest * static_cast<double>(counts.size()) / total : 0;
   }
 
-  // Split: afterwards reduced_ holds the sums of this rank's regions as receivers will read them,
-  // rounding_ what that changed, sent_ what this rank sent.
-  void reduce(const Pending& pending, const SparseVector& selected, Courier& courier) {
+  // Split: afterwards reduced_ holds the sums of this rank's regions, sent_ what this rank sent.
+  std::span<const Regions::Piece> reduce(const Pending& pending, const SparseVector& selected,
+                                         Courier& courier) {
     if (agree_) {
       regions_.propose(pending.segments(), selected, shown_);
-      courier.all_gather(shown_, parts_);
+      courier.all_gather_exact(shown_, parts_);
       regions_.learn(pending.segments(), parts_);
     }
+    const auto pieces = regions_.pieces(pending.segments(), courier.ranks());
     outgoing_.resize(static_cast<std::size_t>(courier.ranks()));
-    split(selected, regions_.pieces(pending.segments(), courier.ranks()), outgoing_);
-    courier.all_to_all(outgoing_, parts_);
+    split(selected, pieces, outgoing_);
+    courier.all_to_all(outgoing_, pieces, parts_);
     adder_.add(outgoing_, pending.size(), sent_);
     adder_.add(parts_, pending.size(), reduced_);
-    rounding_.clear();
-    if (!courier.rounds_values()) return;
-    rounding_.assign(reduced_);
-    courier.round(reduced_.values);
-    for (std::size_t i = 0; i < reduced_.size(); ++i) {
-      rounding_.values[i] = reduced_.values[i] - rounding_.values[i];
-    }
-  }
-
-  // Hands an even part of what this rank would show to each rank.
-  void balance(Index universe, Courier& courier) {
-    const std::size_t parts = outgoing_.size(), size = shown_.size();
-    for (std::size_t r = 0; r < parts; ++r) {
-      const std::size_t first = size * r / parts, count = size * (r + 1) / parts - first;
-      SparseVector& part = outgoing_[(static_cast<std::size_t>(courier.rank()) + r) % parts];
-      part.resize(count);
-      std::copy_n(shown_.indices.data() + first, count, part.indices.data());
-      std::copy_n(shown_.values.data() + first, count, part.values.data());
-    }
-    courier.all_to_all(outgoing_, parts_);
-    adder_.add(parts_, universe, shown_);
+    return pieces;
   }
 
   void remember(const SparseVector& shown) {
@@ -207,7 +199,6 @@ class OkTopk final : public Exchange {
   // What this rank sent and everyone got; as owner, also the rounding of what everyone got.
   void settle(Index universe, Delivery& delivery) {
     intersect(sent_, delivery.sum);
-    if (rounding_.empty()) return delivery.settled.assign(sent_);
     intersect(rounding_, delivery.sum);
     settling_[0].assign(sent_);
     settling_[1].assign(rounding_);
@@ -242,7 +233,7 @@ class OkTopk final : public Exchange {
   double delivered_ = 0;
   std::vector<double> counts_;  // delivered, by owner
   Buffer<float> magnitudes_;    // of all sums that everyone saw
-  std::vector<SparseVector> outgoing_, parts_;
+  std::vector<SparseVector> outgoing_, parts_, spread_;
   SparseVector sent_, reduced_, rounding_, shown_;
   std::array<SparseVector, 2> settling_;
 

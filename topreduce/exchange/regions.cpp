@@ -21,6 +21,13 @@ void for_each_range(const SparseVector& entries, std::span<const Regions::Piece>
   }
 }
 
+void append(const SparseVector& entries, std::size_t first, std::size_t last, SparseVector& part) {
+  const std::size_t before = part.size();
+  part.resize(before + last - first);
+  std::copy_n(entries.indices.data() + first, last - first, part.indices.data() + before);
+  std::copy_n(entries.values.data() + first, last - first, part.values.data() + before);
+}
+
 // The range of `entries` in a segment, given where it starts.
 std::size_t end_of(const Segment& segment, const SparseVector& entries, std::size_t first) {
   const auto begin = entries.indices.begin();
@@ -44,7 +51,7 @@ Regions::Regions(const Layout& layout) {
 void Regions::propose(std::span<const Segment> segments, const SparseVector& entries,
                       SparseVector& proposal) const {
   proposal.resize(segments.size() * (kParts - 1));
-  std::ranges::fill(proposal.values, 0.0f);
+  std::ranges::fill(proposal.values, 1.0f);
   std::size_t out = 0, first = 0;
   for (const Segment& segment : segments) {
     const std::size_t last = end_of(segment, entries, first), count = last - first;
@@ -99,7 +106,7 @@ std::span<const Regions::Piece> Regions::pieces(std::span<const Segment> segment
       std::size_t end = bound(segment, whole);
       if (rest > 0) end += (bound(segment, whole + 1) - end) * rest / parts;
       const Index next = segment.start + static_cast<Index>(end);
-      pieces_.push_back({begin, next, (r + segment.parameter) % parts});
+      pieces_.push_back({begin, next, (r + segment.parameter) % parts, segment.parameter});
       begin = next;
     }
   }
@@ -116,15 +123,21 @@ void split(const SparseVector& entries, std::span<const Regions::Piece> pieces,
            std::span<SparseVector> outgoing) {
   for (SparseVector& part : outgoing) part.clear();
   for_each_range(entries, pieces, [&](const auto& piece, std::size_t first, std::size_t last) {
-    SparseVector& part = outgoing[piece.owner];
-    const std::size_t before = part.size();
-    part.resize(before + last - first);
-    std::copy(entries.indices.begin() + static_cast<std::ptrdiff_t>(first),
-              entries.indices.begin() + static_cast<std::ptrdiff_t>(last),
-              part.indices.begin() + static_cast<std::ptrdiff_t>(before));
-    std::copy(entries.values.begin() + static_cast<std::ptrdiff_t>(first),
-              entries.values.begin() + static_cast<std::ptrdiff_t>(last),
-              part.values.begin() + static_cast<std::ptrdiff_t>(before));
+    append(entries, first, last, outgoing[piece.owner]);
+  });
+}
+
+void deal_out(const SparseVector& entries, std::span<const Regions::Piece> pieces,
+              std::size_t owner, std::size_t grain, std::span<SparseVector> outgoing) {
+  for (SparseVector& part : outgoing) part.clear();
+  const std::size_t parts = outgoing.size();
+  for_each_range(entries, pieces, [&](const auto& piece, std::size_t first, std::size_t last) {
+    const std::size_t grains = (last - first + grain - 1) / grain;
+    for (std::size_t r = 0; r < parts; ++r) {
+      append(entries, std::min(last, first + grains * r / parts * grain),
+             std::min(last, first + grains * (r + 1) / parts * grain),
+             outgoing[(owner + piece.parameter + r) % parts]);
+    }
   });
 }
 

@@ -23,7 +23,7 @@ class Regions {
  public:
   struct Piece {
     Index begin, end;  ///< in the exchange's numbering
-    std::size_t owner;
+    std::size_t owner, parameter;
   };
 
   explicit Regions(const Layout& layout);
@@ -59,6 +59,12 @@ class Regions {
 /// Replaces outgoing[r] with the entries in the pieces of rank r.
 void split(const SparseVector& entries, std::span<const Regions::Piece> pieces,
            std::span<SparseVector> outgoing);
+
+/// Replaces outgoing[r] with the share of rank r in `entries` of the owner of their pieces: of
+/// every piece about equally many, in multiples of `grain`, and each time from another rank on,
+/// which does not depend on the bucket cut.
+void deal_out(const SparseVector& entries, std::span<const Regions::Piece> pieces,
+              std::size_t owner, std::size_t grain, std::span<SparseVector> outgoing);
 
 /// Adds to counts[r] the number of `entries` in the pieces of rank r.
 void count_by_owner(const SparseVector& entries, std::span<const Regions::Piece> pieces,

@@ -3,7 +3,7 @@
 //   regions   rank 0 | rank 1 | rank 2          of equal width
 //
 //   split     everyone's entries to the owner of their region, who adds them in rank order
-//   gather    the sums to everyone: as entries or, where that is smaller, as the whole region
+//   gather    the sums to everyone; regions that fill up travel whole (wire/message.h)
 //
 // Rounds: 2. Entries sent per rank: k (P-1)/P to split; to gather, from k (P-1)/P if all chose the
 // same places up to k (P-1) if no two did, but never more bytes than the whole of its region.
@@ -30,17 +30,13 @@ class TopkDsa final : public Exchange {
     const auto ranks = static_cast<std::size_t>(courier.ranks());
     outgoing_.resize(ranks);
     split(selected, pieces, outgoing_);
-    courier.all_to_all(outgoing_, parts_);
+    courier.all_to_all(outgoing_, pieces, parts_);
     adder_.add(outgoing_, pending.size(), settling_[0]);
     adder_.add(parts_, pending.size(), reduced_);
-    round_sums(courier);
+    settling_[1].assign(reduced_);
+    courier.all_gather(reduced_, pieces, parts_);
+    take_from(reduced_, settling_[1]);  // the rounding of its sums is the owner's
     adder_.add(settling_, pending.size(), delivery.settled);
-
-    sizes_.assign(ranks, 0);
-    for (const Regions::Piece& piece : pieces) sizes_[piece.owner] += piece.end - piece.begin;
-    number_within(static_cast<std::size_t>(courier.rank()), pieces);
-    courier.all_gather_regions(reduced_, sizes_, parts_);
-    number_overall(pieces);
     adder_.add(parts_, pending.size(), delivery.sum);
   }
 
@@ -51,55 +47,11 @@ class TopkDsa final : public Exchange {
   }
 
  private:
-  // The sums as receivers read them; this rank owes what that changes.
-  void round_sums(Courier& courier) {
-    settling_[1].clear();
-    if (!courier.rounds_values()) return;
-    settling_[1].assign(reduced_);
-    courier.round(reduced_.values);
-    for (std::size_t i = 0; i < reduced_.size(); ++i) {
-      settling_[1].values[i] = reduced_.values[i] - settling_[1].values[i];
-    }
-  }
-
-  // From places in the exchange to places in this rank's region; zeros stay at home.
-  void number_within(std::size_t rank, std::span<const Regions::Piece> pieces) {
-    std::size_t i = 0, out = 0;
-    Index before = 0;
-    for (const Regions::Piece& piece : pieces) {
-      if (piece.owner != rank) continue;
-      for (; i < reduced_.size() && reduced_.indices[i] < piece.end; ++i) {
-        if (reduced_.values[i] == 0) continue;
-        reduced_.indices[out] = reduced_.indices[i] - piece.begin + before;
-        reduced_.values[out++] = reduced_.values[i];
-      }
-      before += piece.end - piece.begin;
-    }
-    reduced_.resize(out);
-  }
-
-  // And back, for all ranks.
-  void number_overall(std::span<const Regions::Piece> pieces) {
-    next_.assign(parts_.size(), 0);
-    before_.assign(parts_.size(), 0);
-    for (const Regions::Piece& piece : pieces) {
-      SparseVector& part = parts_[piece.owner];
-      Index& before = before_[piece.owner];
-      const Index end = before + (piece.end - piece.begin);
-      for (std::size_t& i = next_[piece.owner]; i < part.size() && part.indices[i] < end; ++i) {
-        part.indices[i] = part.indices[i] - before + piece.begin;
-      }
-      before = end;
-    }
-  }
-
   Regions regions_;
   Adder adder_;
   std::vector<SparseVector> outgoing_, parts_;
   SparseVector reduced_;
   std::array<SparseVector, 2> settling_;  // what was sent; what rounding changed
-  std::vector<std::size_t> sizes_, next_;
-  std::vector<Index> before_;
 };
 
 }  // namespace

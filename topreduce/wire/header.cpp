@@ -10,7 +10,7 @@ namespace topreduce::wire {
 namespace {
 
 constexpr std::uint32_t kMagic = 0x31525054;  // "TPR1"
-constexpr std::uint8_t kVersion = 1;
+constexpr std::uint8_t kVersion = 2;
 
 enum Place : std::size_t {
   kAtMagic = 0,
@@ -62,8 +62,8 @@ void seal(const Envelope& envelope, Kind kind, Vote vote, std::size_t count,
   store(header + kAtChecksum, checksum_of(message));
 }
 
-Kind kind_of(std::span<const std::byte> message) {
-  return static_cast<Kind>(load<std::uint8_t>(message.data() + kAtKind));
+std::uint64_t payload_bytes(std::span<const std::byte> message) {
+  return load<std::uint64_t>(message.data() + kAtPayloadBytes);
 }
 
 Opened open(const Envelope& expected, Kind kind, std::span<const std::byte> message) {

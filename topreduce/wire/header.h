@@ -24,8 +24,8 @@ enum class Kind : std::uint8_t { entries = 1, stretch = 2 };
 void seal(const Envelope& envelope, Kind kind, Vote vote, std::size_t count,
           std::span<std::byte> message);
 
-/// What a message of at least kHeaderBytes says it is; not checked.
-Kind kind_of(std::span<const std::byte> message);
+/// The length that a message of at least kHeaderBytes gives its payload; not checked.
+std::uint64_t payload_bytes(std::span<const std::byte> message);
 
 struct Opened {
   Vote vote;

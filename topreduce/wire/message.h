@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <string_view>
@@ -9,9 +10,20 @@
 
 namespace topreduce::wire {
 
-/// How a value travels. `round` and the packed bytes agree: what a rank settles is what its peers
-/// read.
-enum class Values : std::uint8_t { fp32, bf16, fp16 };
+/// How a value travels. `pack` rounds to it, so that what a rank settles is what its peers read.
+enum class Values : std::uint8_t { fp32, bf16, fp16, int8, int4, int2, sign };
+inline constexpr std::array<std::string_view, 7> kValuesNames = {"fp32", "bf16", "fp16", "int8",
+                                                                 "int4", "int2", "sign"};
+
+/// Values that share a scale, in this encoding; 1 if each stands for itself.
+std::size_t values_per_scale(Values encoding);
+/// The encoding for values that no parameter places or nobody remembers the rounding of: 16 bits at
+/// least, each value for itself.
+Values without_scales(Values encoding);
+/// Bits that a value takes in a long message.
+double bits_per_value(Values encoding);
+/// Bits that an index takes in a long message, if a share `density` of all places is sent.
+double bits_per_index(double density);
 
 /// What every message of one exchange says of itself, checked on receipt.
 struct Envelope {
@@ -26,29 +38,39 @@ struct Envelope {
 /// says yes but wants all ranks to hear it out before they commit, makes it ask.
 enum class Vote : std::uint8_t { no = 0, yes = 1, ask = 2 };
 
-/// Appends one message with `entries` to `out`. Rounds entries.values to what receivers will read.
-void pack(const Envelope& envelope, Vote vote, SparseVector& entries, Bytes& out);
+/// Where the entries of a message may lie: pieces of the exchange, ascending, known to both sides.
+/// A piece lies within one parameter, and nothing that decides how its values are rounded reaches
+/// over its bounds: so results do not depend on how parameters are put together into buckets.
+struct Piece {
+  Index begin, end;
+};
+using Pieces = std::span<const Piece>;
 
-/// The same for all values of [0, values.size()) of a stretch known to both sides; no index
-/// travels.
-void pack_stretch(const Envelope& envelope, Vote vote, std::span<float> values, Bytes& out);
+/// Appends one message with `entries`, which must lie in `pieces`, to `out`. Afterwards they are
+/// what receivers read: values are rounded, and in a piece that travels whole because that is
+/// smaller, zeros are left out. Returns the vote it carries: `vote`, or no if a value is not finite
+/// and the encoding cannot say so.
+Vote pack(const Envelope& envelope, Pieces pieces, Vote vote, SparseVector& entries, Bytes& out);
 
-/// Reads a message of `pack`; returns the sender's vote. Any bytes at all give entries that are in
-/// range and ascending, or a WireError that says what is wrong; nothing larger than the universe
+/// The same for values at places that both sides know, lengths[i] of them in piece i; no index
+/// travels, and every value arrives.
+Vote pack_stretch(const Envelope& envelope, std::span<const std::size_t> lengths, Vote vote,
+                  std::span<float> values, Bytes& out);
+
+/// Reads a message of `pack`; returns the sender's vote. Any bytes at all give entries that lie in
+/// `pieces` and ascend, or a WireError that says what is wrong; nothing larger than the universe
 /// allows is allocated.
-Vote unpack(const Envelope& expected, std::span<const std::byte> message, SparseVector& entries);
+Vote unpack(const Envelope& expected, Pieces pieces, std::span<const std::byte> message,
+            SparseVector& entries);
 
-/// Reads a message of `pack_stretch` of exactly values.size() values.
-Vote unpack_stretch(const Envelope& expected, std::span<const std::byte> message,
-                    std::span<float> values);
+/// Reads a message of `pack_stretch` with the same lengths, exactly values.size() in all.
+Vote unpack_stretch(const Envelope& expected, std::span<const std::size_t> lengths,
+                    std::span<const std::byte> message, std::span<float> values);
 
-/// Whether a message says that it is one of `pack_stretch`; reading it checks.
-bool is_stretch(std::span<const std::byte> message);
-
-/// The bytes that a message of a stretch of `count` values takes.
-std::size_t stretch_message(std::size_t count, Values values);
+/// The first of several messages that stand one after the other. Throws WireError if it is cut off.
+std::span<const std::byte> first_message(std::span<const std::byte> messages);
 
 /// The most bytes that a message of `count` entries takes.
-std::size_t largest_message(std::size_t count, Values values);
+std::size_t largest_message(std::size_t count, std::size_t pieces);
 
 }  // namespace topreduce::wire

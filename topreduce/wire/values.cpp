@@ -1,143 +1,89 @@
 #include "topreduce/wire/values.h"
 
-#include <bit>
-#include <cstdint>
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
+#include "topreduce/wire/blocks.h"
+#include "topreduce/wire/floats.h"
 #include "topreduce/wire/little_endian.h"
-
-// A codec rounds a float to a float that it can express, narrows that to its code, and widens the
-// code again. Nothing jumps, so that the loops below become vector code.
 
 namespace topreduce::wire {
 namespace {
 
-constexpr std::uint32_t kSign = 0x80000000;
-constexpr std::uint32_t kInfinity = 0x7f800000;  // magnitudes above are NaN
-
-std::uint32_t bits_of(float value) {
-  return std::bit_cast<std::uint32_t>(value);
-}
-float float_of(std::uint32_t bits) {
-  return std::bit_cast<float>(bits);
-}
-
-std::uint32_t either(bool first, std::uint32_t a, std::uint32_t b) {
-  const std::uint32_t mask = 0u - static_cast<std::uint32_t>(first);
-  return (a & mask) | (b & ~mask);
-}
-
-// Clears the lowest bits of a magnitude: to nearest, ties to even. A carry runs into the exponent,
-// which is right: the next number up has the next exponent.
-template <int kBits>
-std::uint32_t clear_bits(std::uint32_t magnitude) {
-  constexpr std::uint32_t kAlmostHalf = (1u << (kBits - 1)) - 1;
-  return (magnitude + kAlmostHalf + ((magnitude >> kBits) & 1)) & ~((1u << kBits) - 1);
-}
-
-// Finite magnitudes become `finite`, at most `largest`; infinity stays, NaN becomes the quiet one.
-std::uint32_t settle(std::uint32_t magnitude, std::uint32_t finite, std::uint32_t largest) {
-  const std::uint32_t limited = either(magnitude < largest, finite, largest);
-  const std::uint32_t other = either(magnitude == kInfinity, kInfinity, kInfinity | 0x400000);
-  return either(magnitude < kInfinity, limited, other);
-}
-
-struct Fp32 {
-  using Code = std::uint32_t;
-  static float round(float value) { return value; }
-  static Code narrow(float value) { return bits_of(value); }
-  static float widen(Code code) { return float_of(code); }
-};
-
-struct Bf16 {
-  using Code = std::uint16_t;
-  static constexpr std::uint32_t kLargest = 0x7f7f0000;
-
-  static float round(float value) {
-    const std::uint32_t magnitude = bits_of(value) & ~kSign;
-    return float_of((bits_of(value) & kSign) |
-                    settle(magnitude, clear_bits<16>(magnitude), kLargest));
-  }
-  static Code narrow(float value) { return static_cast<Code>(bits_of(value) >> 16); }
-  static float widen(Code code) { return float_of(static_cast<std::uint32_t>(code) << 16); }
-};
-
-struct Fp16 {
-  using Code = std::uint16_t;
-  static constexpr std::uint32_t kLargest = 0x477fe000;         // 65504
-  static constexpr std::uint32_t kSmallestNormal = 0x38800000;  // 2^-14
-  static constexpr std::uint32_t kRebias = (127 - 15) << 10;    // of exponents, in fp16's place
-
-  // Below 2^-14 steps are 2^-24 wide, as those of floats from 0.5 on: adding 0.5 rounds to them.
-  static float round(float value) {
-    const std::uint32_t magnitude = bits_of(value) & ~kSign;
-    const std::uint32_t small = bits_of((float_of(magnitude) + 0.5f) - 0.5f);
-    const std::uint32_t finite =
-        either(magnitude < kSmallestNormal, small, clear_bits<13>(magnitude));
-    return float_of((bits_of(value) & kSign) | settle(magnitude, finite, kLargest));
-  }
-
-  static Code narrow(float value) {
-    const std::uint32_t magnitude = bits_of(value) & ~kSign;
-    const std::uint32_t small = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
-    const std::uint32_t normal = (magnitude >> 13) - kRebias;
-    const std::uint32_t finite = either(magnitude < kSmallestNormal, small, normal);
-    const std::uint32_t code = either(magnitude < kInfinity, finite, (magnitude >> 13) & 0x7fff);
-    return static_cast<Code>(code | ((bits_of(value) & kSign) >> 16));
-  }
-
-  static float widen(Code code) {
-    const std::uint32_t magnitude = code & 0x7fffu;
-    const std::uint32_t small = bits_of(static_cast<float>(magnitude) * 0x1p-24f);
-    const std::uint32_t normal = (magnitude + kRebias) << 13;
-    const std::uint32_t finite = either(magnitude < 0x0400, small, normal);
-    const std::uint32_t bits = either(magnitude < 0x7c00, finite, kInfinity | (magnitude << 13));
-    return float_of(bits | (static_cast<std::uint32_t>(code & 0x8000u) << 16));
-  }
-};
-
 template <class Codec>
-void encode_all(std::span<float> values, std::byte* out) {
+std::byte* encode_each(std::span<float> values, std::byte* out) {
   using Code = typename Codec::Code;
   for (float& value : values) value = Codec::round(value);
   for (std::size_t i = 0; i < values.size(); ++i) {
     store(out + i * sizeof(Code), Codec::narrow(values[i]));
   }
+  return out + values.size() * sizeof(Code);
 }
 
 template <class Codec>
-void decode_all(const std::byte* in, std::span<float> values) {
+void decode_each(const std::byte* in, std::span<float> values) {
   using Code = typename Codec::Code;
   for (std::size_t i = 0; i < values.size(); ++i) {
     values[i] = Codec::widen(load<Code>(in + i * sizeof(Code)));
   }
 }
 
-/// Calls `use` with the codec of `encoding`.
-template <class Use>
-auto with_codec(Values encoding, Use use) {
-  switch (encoding) {
-    case Values::fp32: return use(Fp32{});
-    case Values::bf16: return use(Bf16{});
-    case Values::fp16: return use(Fp16{});
+// Calls `visit` with every block of a run.
+template <class Visit>
+void for_each_block(std::span<float> values, Visit&& visit) {
+  for (std::size_t start = 0; start < values.size(); start += kBlockValues) {
+    visit(values.subspan(start, std::min(kBlockValues, values.size() - start)));
   }
-  throw std::invalid_argument("values: no encoding has the number " +
-                              std::to_string(static_cast<int>(encoding)));
 }
 
 }  // namespace
 
-std::size_t width(Values encoding) {
-  return with_codec(encoding, []<class Codec>(Codec) { return sizeof(typename Codec::Code); });
+std::size_t run_bytes(Values encoding, std::size_t count) {
+  switch (encoding) {
+    case Values::fp32: return 4 * count;
+    case Values::bf16:
+    case Values::fp16: return 2 * count;
+    case Values::int8:
+    case Values::int4:
+    case Values::int2:
+    case Values::sign: break;
+    default:
+      throw std::invalid_argument("values: no encoding has the number " +
+                                  std::to_string(static_cast<int>(encoding)));
+  }
+  const unsigned bits = code_bits(encoding);
+  const std::size_t rest = count % kBlockValues;
+  return count / kBlockValues * block_bytes(bits, kBlockValues) +
+         (rest > 0 ? block_bytes(bits, rest) : 0);
 }
 
-void encode_values(Values encoding, std::span<float> values, std::byte* out) {
-  with_codec(encoding, [&]<class Codec>(Codec) { encode_all<Codec>(values, out); });
+Vote encode_run(Values encoding, std::span<float> values, std::byte*& out) {
+  switch (encoding) {
+    case Values::fp32: out = encode_each<Fp32>(values, out); return Vote::yes;
+    case Values::bf16: out = encode_each<Bf16>(values, out); return Vote::yes;
+    case Values::fp16: out = encode_each<Fp16>(values, out); return Vote::yes;
+    default: break;
+  }
+  Vote vote = Vote::yes;
+  for_each_block(values, [&](std::span<float> block) {
+    if (encode_block(encoding, block, out) == Vote::no) vote = Vote::no;
+    out += block_bytes(code_bits(encoding), block.size());
+  });
+  return vote;
 }
 
-void decode_values(Values encoding, const std::byte* in, std::span<float> values) {
-  with_codec(encoding, [&]<class Codec>(Codec) { decode_all<Codec>(in, values); });
+void decode_run(Values encoding, const std::byte* in, std::span<float> values) {
+  switch (encoding) {
+    case Values::fp32: return decode_each<Fp32>(in, values);
+    case Values::bf16: return decode_each<Bf16>(in, values);
+    case Values::fp16: return decode_each<Fp16>(in, values);
+    default: break;
+  }
+  for_each_block(values, [&](std::span<float> block) {
+    decode_block(encoding, in, block);
+    in += block_bytes(code_bits(encoding), block.size());
+  });
 }
 
 }  // namespace topreduce::wire
