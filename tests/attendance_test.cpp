@@ -108,7 +108,7 @@ class Attending : public testing::TestWithParam<std::tuple<const char*, int>> {
 };
 
 INSTANTIATE_TEST_SUITE_P(Rows, Attending,
-                         testing::Combine(testing::ValuesIn(kRows), testing::Values(1, 2, 3, 5)),
+                         testing::Combine(testing::ValuesIn(kRows), testing::ValuesIn(kRankCounts)),
                          [](const auto& test) {
                            return name_of(std::get<0>(test.param)) + "_on_" +
                                   std::to_string(std::get<1>(test.param));
