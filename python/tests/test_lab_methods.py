@@ -2,9 +2,10 @@
 
 import pytest
 
+from topreduce.lab.clock import on_the_clock_of
 from topreduce.lab.methods import parse_methods
 from topreduce.lab.race import RaceRow, with_again
-from topreduce.lab.train import Evaluation, TrainRun, on_the_clock_of
+from topreduce.lab.train import Evaluation, TrainRun
 
 
 def specs(words: str) -> list[str]:

@@ -4,44 +4,45 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 
 from topreduce.lab import report, runs
-from topreduce.lab.cluster import become_root, parse_rates
+from topreduce.lab.arguments import make_parser, network, workload
+from topreduce.lab.cluster import become_root
 from topreduce.lab.launch import RankError
 from topreduce.lab.methods import parse_methods
-from topreduce.lab.models import MODELS, Workload
 from topreduce.lab.namespaces import ClusterError
 from topreduce.lab.race import RaceOptions, with_again
 from topreduce.lab.results import Results, load, named, new_folder, save
 from topreduce.lab.tables import grids, rich_table
 from topreduce.lab.train import TrainOptions
 
-RACE_METHODS = "noop,dense,fp16,powersgd:1,powersgd:4,topk:density=0.01,ok_topk:density=0.01"
 _WIDTH_OF_LOGS = 100
-TRAIN_METHODS = "dense,powersgd:4,topk:density=0.01,ok_topk:density=0.01"
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 1 if it could not be done, 2 if the command line was wrong."""
-    asked = _parser().parse_args(argv)
+    asked = make_parser().parse_args(argv)
     asked.argv = list(argv)
     return guarded(
-        lambda: asked.run(asked, make_console(stderr=asked.json)), f"lab {asked.command}"
+        lambda: _ACTIONS[asked.command](
+            asked, make_console(sys.stderr if asked.json else sys.stdout)
+        ),
+        f"lab {asked.command}",
     )
 
 
-def make_console(stderr: bool = False) -> Console:
-    """Where people read; `stderr` leaves standard output to machines."""
-    made = Console(stderr=stderr)
-    return made if made.is_terminal else Console(stderr=stderr, width=_WIDTH_OF_LOGS)
+def make_console(file: TextIO) -> Console:
+    """For people to read; in a file with room for the tables."""
+    made = Console(file=file)
+    return made if made.is_terminal else Console(file=file, width=_WIDTH_OF_LOGS)
 
 
 def guarded(action: Callable[[], None], name: str) -> int:
@@ -78,20 +79,20 @@ def publish(console: Console, results: Results, folder: Path) -> Path:
 
 def _race(asked: argparse.Namespace, console: Console) -> None:
     options = RaceOptions(
-        workload=_workload(asked),
+        workload=workload(asked),
         methods=with_again(parse_methods(asked.methods)),
         rounds=asked.rounds,
         steps=asked.turn,
     )
-    network = _network(asked)
+    wanted = network(asked)
     _become_root(asked)
     folder = new_folder(asked.out, "race")
-    _finish(asked, console, runs.race(console, network, options, _command(asked)), folder)
+    _finish(asked, console, runs.race(console, wanted, options, _command(asked)), folder)
 
 
 def _train(asked: argparse.Namespace, console: Console) -> None:
     options = TrainOptions(
-        workload=_workload(asked),
+        workload=workload(asked),
         methods=parse_methods(asked.methods),
         seeds=asked.seeds,
         steps=asked.steps,
@@ -105,10 +106,10 @@ def _train(asked: argparse.Namespace, console: Console) -> None:
     )
     if asked.seconds is not None and asked.clock == "race":
         raise ValueError("--seconds goes with --clock real: it stops by the time that passes")
-    network = _network(asked)
+    wanted = network(asked)
     _become_root(asked)
     folder = new_folder(asked.out, "train")
-    results = runs.train(console, network, options, asked.clock, asked.rounds, _command(asked))
+    results = runs.train(console, wanted, options, asked.clock, asked.rounds, _command(asked))
     _finish(asked, console, results, folder)
 
 
@@ -142,104 +143,6 @@ def _finish(asked: argparse.Namespace, console: Console, results: Results, folde
         print(json.dumps(asdict(results), indent=1))
 
 
-# ---- the command line -----------------------------------------------------------------------
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="topreduce lab",
-        description="An emulated cluster on this machine: does it help on your network?",
-    )
-    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    form = argparse.ArgumentDefaultsHelpFormatter
-
-    race = commands.add_parser("race", help="the time of a step, by method", formatter_class=form)
-    _add_network(race)
-    _add_workload(race)
-    race.add_argument("--methods", default=RACE_METHODS, help="what to compare, commas between")
-    race.add_argument("--rounds", type=_count, default=10, help="turns of each method")
-    race.add_argument("--turn", type=_count, default=2, help="steps of a turn")
-    race.add_argument(
-        "--compute", type=as_seconds, help="wait so long instead of computing, e.g. 50ms"
-    )
-    _add_output(race)
-    race.set_defaults(run=_race)
-
-    train = commands.add_parser(
-        "train", help="the loss by time and bytes, by method", formatter_class=form
-    )
-    _add_network(train)
-    _add_workload(train)
-    train.add_argument("--methods", default=TRAIN_METHODS, help="what to compare, commas between")
-    train.add_argument("--steps", type=_count, default=300, help="of dense; it sets the loss")
-    train.add_argument("--target-loss", type=float, help="the loss to reach instead of dense's")
-    train.add_argument("--seconds", type=as_seconds, help="train each for so long instead")
-    train.add_argument("--seeds", type=_count, default=1, help="trainings of each method")
-    train.add_argument(
-        "--patience", type=float, default=3.0, help="times the steps of dense before giving up"
-    )
-    train.add_argument("--evaluate-every", type=_count, default=20, help="steps")
-    train.add_argument(
-        "--clock",
-        choices=["race", "real"],
-        default="real",
-        help="real: train on the slow network; race: train without the limit, and take the time "
-        "of each step from a race",
-    )
-    train.add_argument("--rounds", type=_count, default=5, help="of the race before the training")
-    train.add_argument("--optimizer", choices=["adamw", "sgd"], help="instead of the model's")
-    train.add_argument("--learning-rate", type=float, help="instead of the model's")
-    train.add_argument("--schedule", choices=["constant", "cosine"], default="constant")
-    _add_output(train)
-    train.set_defaults(run=_train, compute=None)
-
-    shown = commands.add_parser("report", help="one page from one or several results.json")
-    shown.add_argument("files", nargs="+", type=Path, metavar="results.json")
-    shown.add_argument("--out", type=Path, default=Path("report.html"), help="the page to write")
-    shown.add_argument("--json", action="store_true", help="for machines: all numbers")
-    shown.set_defaults(run=_report)
-    return parser
-
-
-def _add_network(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hosts", type=_count, default=4, help="machines, with a rank on each")
-    parser.add_argument(
-        "--rate", default="100mbit", help="of every link, both ways; or one for each host; or none"
-    )
-    parser.add_argument("--delay", type=as_seconds, default=0.0, help="between any two hosts")
-    parser.add_argument(
-        "--local", action="store_true", help="processes without a network of their own: no limit"
-    )
-
-
-def _add_workload(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=MODELS, default="gpt:1m", help="what to train")
-    parser.add_argument("--batch", type=_count, default=4, help="examples per rank and step")
-    parser.add_argument("--context", type=_count, default=64, help="characters per example")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
-
-
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, help="folder for results.json and report.html")
-    parser.add_argument("--json", action="store_true", help="for machines: all numbers")
-
-
-def _workload(asked: argparse.Namespace) -> Workload:
-    return Workload(
-        model=asked.model,
-        batch=asked.batch,
-        context=asked.context,
-        compute=asked.compute,
-        seed=asked.seed,
-    )
-
-
-def _network(asked: argparse.Namespace) -> runs.Network:
-    rates = parse_rates("none" if asked.local else asked.rate, asked.hosts)
-    kind = "local" if asked.local else "cluster"
-    return runs.Network(rates=rates, delay=asked.delay, kind=kind)
-
-
 def _become_root(asked: argparse.Namespace) -> None:
     if not asked.local:
         become_root("topreduce", ["lab", *asked.argv])
@@ -249,16 +152,8 @@ def _command(asked: argparse.Namespace) -> str:
     return shlex.join(["topreduce", "lab", *asked.argv])
 
 
-def _count(word: str) -> int:
-    number = int(word)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
-
-
-def as_seconds(word: str) -> float:
-    """A time with its unit."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s|min)", word)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"write it as 500us, 50ms, 2s or 1min, not {word!r}")
-    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}[match[2]]
+_ACTIONS: dict[str, Callable[[argparse.Namespace, Console], None]] = {
+    "race": _race,
+    "train": _train,
+    "report": _report,
+}

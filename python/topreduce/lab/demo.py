@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.text import Text as Line
 
 from topreduce.lab import runs
+from topreduce.lab.arguments import as_seconds
 from topreduce.lab.cluster import become_root, obstacle, parse_rates
-from topreduce.lab.command import as_seconds, guarded, make_console, publish
+from topreduce.lab.command import guarded, make_console, publish
 from topreduce.lab.methods import parse_methods
 from topreduce.lab.models import Workload
 from topreduce.lab.results import Results, new_folder
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = _parse(words)
     if not asked.local:
         become_root("topreduce.lab.demo", words)
-    return guarded(lambda: _run(asked, words, make_console()), "demo")
+    return guarded(lambda: _run(asked, words, make_console(sys.stdout)), "demo")
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:

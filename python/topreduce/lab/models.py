@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +14,7 @@ from topreduce.lab.digits import load_digits
 from topreduce.lab.gpt import GPT, PRESETS, preset
 from topreduce.lab.resnet import ResNet
 from topreduce.lab.text import Text, load_text
+from topreduce.lab.waiting import Waiting
 
 MODELS = (*PRESETS, "lstm", "resnet")
 
@@ -51,7 +50,8 @@ class Task(Protocol):
 def make_task(workload: Workload) -> Task:
     """The same weights and data wherever the workload is the same."""
     if workload.compute is not None:
-        return _Waiting(workload)
+        real = make_task(replace(workload, compute=None)).model
+        return Waiting([each.shape for each in real.parameters()], workload.compute, workload.seed)
     return _Digits(workload) if workload.model == "resnet" else _Writing(workload)
 
 
@@ -145,77 +145,6 @@ class _Digits:
 
     def sample(self, size: int) -> str:
         return ""
-
-
-# ---- no arithmetic at all -------------------------------------------------------------------
-
-
-class _Waiting:
-    """The shapes of a model, gradients of noise, and a wait in place of the arithmetic.
-
-    So a machine with few cores can stand for accelerators. A third of the wait is the forward pass;
-    in the backward pass a parameter's gradient comes when its share of the entries is through.
-    """
-
-    optimizer = "none"
-    learning_rate = 0.0
-
-    def __init__(self, workload: Workload) -> None:
-        real = make_task(Workload(model=workload.model, context=workload.context))
-        assert workload.compute is not None
-        self.workload = workload
-        self.model: nn.Module = _Shapes([each.shape for each in real.model.parameters()])
-        entries = sum(each.numel() for each in self.model.parameters())
-        self._forward = workload.compute / 3
-        self._seconds_per_entry = 2 * workload.compute / 3 / entries
-        generator = torch.Generator().manual_seed(workload.seed)
-        noise = torch.randn(2 * entries + 1, generator=generator)
-        self._noise = noise * noise.abs()  # long tails, as gradients have
-
-    def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
-        time.sleep(self._forward)
-        generator = torch.Generator().manual_seed(1000 * step + rank)
-        start = int(torch.randint(len(self._noise) // 2, (), generator=generator))
-        waited: Tensor = model(self._noise[start:], self._seconds_per_entry)
-        return waited
-
-    def validation_loss(self, part: int, parts: int) -> float:
-        return math.nan
-
-    def sample(self, size: int) -> str:
-        return ""
-
-
-class _Shapes(nn.Module):
-    def __init__(self, shapes: Sequence[torch.Size]) -> None:
-        super().__init__()
-        self.tensors = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
-
-    def forward(self, noise: Tensor, seconds_per_entry: float) -> Tensor:
-        value = torch.zeros((), requires_grad=True)
-        end = 0
-        for parameter in self.tensors:
-            gradient = noise[end : end + parameter.numel()].view(parameter.shape)
-            end += parameter.numel()
-            seconds = seconds_per_entry * parameter.numel()
-            value = _Wait.apply(value, parameter, gradient, seconds)  # type: ignore[no-untyped-call]
-        return value
-
-
-class _Wait(torch.autograd.Function):
-    """Passes a value on; backwards it waits, then gives the parameter its gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, value: Tensor, parameter: Tensor, gradient: Tensor, seconds: float
-    ) -> Tensor:
-        ctx.gradient, ctx.seconds = gradient, seconds
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *outputs: Any) -> Any:
-        time.sleep(ctx.seconds)
-        return outputs[0], ctx.gradient, None, None
 
 
 def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 from rich.console import Console
 
+from topreduce.lab.clock import on_the_clock_of
 from topreduce.lab.cluster import Place, Rate, cluster, obstacle, rate_words
 from topreduce.lab.launch import launch
 from topreduce.lab.methods import Method, parse_methods
@@ -17,7 +18,7 @@ from topreduce.lab.progress import progress
 from topreduce.lab.race import RaceOptions, RaceRow, Turn, race_rank, race_rows, with_again
 from topreduce.lab.results import Results
 from topreduce.lab.selftest import LinkCheck, check_links, refuse_if_off
-from topreduce.lab.train import Progress, TrainOptions, TrainRun, on_the_clock_of, train_rank
+from topreduce.lab.train import Progress, TrainOptions, TrainRun, train_rank
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,126 @@
+"""The options of `topreduce lab`, and what they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from topreduce.lab.cluster import parse_rates
+from topreduce.lab.models import MODELS, Workload
+from topreduce.lab.runs import Network
+
+RACE_METHODS = "noop,dense,fp16,powersgd:1,powersgd:4,topk:density=0.01,ok_topk:density=0.01"
+TRAIN_METHODS = "dense,powersgd:4,topk:density=0.01,ok_topk:density=0.01"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Of `topreduce lab`; what it reads has the name of the subcommand in `command`."""
+    parser = argparse.ArgumentParser(
+        prog="topreduce lab",
+        description="An emulated cluster on this machine: does it help on your network?",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    form = argparse.ArgumentDefaultsHelpFormatter
+
+    race = commands.add_parser("race", help="the time of a step, by method", formatter_class=form)
+    _add_network(race)
+    _add_workload(race)
+    race.add_argument("--methods", default=RACE_METHODS, help="what to compare, commas between")
+    race.add_argument("--rounds", type=count, default=10, help="turns of each method")
+    race.add_argument("--turn", type=count, default=2, help="steps of a turn")
+    race.add_argument(
+        "--compute", type=as_seconds, help="wait so long instead of computing, e.g. 50ms"
+    )
+    _add_output(race)
+
+    train = commands.add_parser(
+        "train", help="the loss by time and bytes, by method", formatter_class=form
+    )
+    _add_network(train)
+    _add_workload(train)
+    train.add_argument("--methods", default=TRAIN_METHODS, help="what to compare, commas between")
+    train.add_argument("--steps", type=count, default=300, help="of dense; it sets the loss")
+    train.add_argument("--target-loss", type=float, help="the loss to reach instead of dense's")
+    train.add_argument("--seconds", type=as_seconds, help="train each for so long instead")
+    train.add_argument("--seeds", type=count, default=1, help="trainings of each method")
+    train.add_argument(
+        "--patience", type=float, default=3.0, help="times the steps of dense before giving up"
+    )
+    train.add_argument("--evaluate-every", type=count, default=20, help="steps")
+    train.add_argument(
+        "--clock",
+        choices=["race", "real"],
+        default="real",
+        help="real: train on the slow network; race: train without the limit, and take the time "
+        "of each step from a race",
+    )
+    train.add_argument("--rounds", type=count, default=5, help="of the race before the training")
+    train.add_argument("--optimizer", choices=["adamw", "sgd"], help="instead of the model's")
+    train.add_argument("--learning-rate", type=float, help="instead of the model's")
+    train.add_argument("--schedule", choices=["constant", "cosine"], default="constant")
+    _add_output(train)
+    train.set_defaults(compute=None)
+
+    shown = commands.add_parser("report", help="one page from one or several results.json")
+    shown.add_argument("files", nargs="+", type=Path, metavar="results.json")
+    shown.add_argument("--out", type=Path, default=Path("report.html"), help="the page to write")
+    shown.add_argument("--json", action="store_true", help="for machines: all numbers")
+    return parser
+
+
+def _add_network(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hosts", type=count, default=4, help="machines, with a rank on each")
+    parser.add_argument(
+        "--rate", default="100mbit", help="of every link, both ways; or one for each host; or none"
+    )
+    parser.add_argument("--delay", type=as_seconds, default=0.0, help="between any two hosts")
+    parser.add_argument(
+        "--local", action="store_true", help="processes without a network of their own: no limit"
+    )
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=MODELS, default="gpt:1m", help="what to train")
+    parser.add_argument("--batch", type=count, default=4, help="examples per rank and step")
+    parser.add_argument("--context", type=count, default=64, help="characters per example")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, help="folder for results.json and report.html")
+    parser.add_argument("--json", action="store_true", help="for machines: all numbers")
+
+
+def workload(asked: argparse.Namespace) -> Workload:
+    """What was asked to compute."""
+    return Workload(
+        model=asked.model,
+        batch=asked.batch,
+        context=asked.context,
+        compute=asked.compute,
+        seed=asked.seed,
+    )
+
+
+def network(asked: argparse.Namespace) -> Network:
+    """The network that was asked for."""
+    rates = parse_rates("none" if asked.local else asked.rate, asked.hosts)
+    kind = "local" if asked.local else "cluster"
+    return Network(rates=rates, delay=asked.delay, kind=kind)
+
+
+def count(word: str) -> int:
+    """A number of things, of which there is at least one."""
+    number = int(word)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
+def as_seconds(word: str) -> float:
+    """A time with its unit."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s|min)", word)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"write it as 500us, 50ms, 2s or 1min, not {word!r}")
+    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}[match[2]]

@@ -1,0 +1,42 @@
+"""The clock of a race: what a training would have taken on the slow network."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from topreduce.lab.race import RaceRow
+from topreduce.lab.train import REFERENCE, TrainRun
+
+
+def on_the_clock_of(rows: Sequence[RaceRow], runs: Sequence[TrainRun]) -> list[TrainRun]:
+    """Trainings without a limit, with the step times that a race measured under it.
+
+    A step of a training may send more than the method's step in the race, during a ramp for
+    instance: its time is then that of the race plus its share of the way to dense.
+    """
+    by_spec = {row.spec: row for row in rows}
+    idle, dense = by_spec["noop"], by_spec[REFERENCE]
+    clocked = []
+    for run in runs:
+        own = by_spec.get(run.spec, idle)
+        seconds = [_step_seconds(sent, own, dense) for sent in run.bytes_sent]
+        clocked.append(
+            dataclasses.replace(
+                run,
+                seconds=seconds,
+                evaluations=[
+                    dataclasses.replace(each, seconds=sum(seconds[: each.step]))
+                    for each in run.evaluations
+                ],
+            )
+        )
+    return clocked
+
+
+def _step_seconds(sent: float, own: RaceRow, dense: RaceRow) -> float:
+    way = dense.mean_bytes - own.mean_bytes
+    if sent <= own.mean_bytes or way <= 0:
+        return own.median
+    share = (sent - own.mean_bytes) / way
+    return own.median + share * max(0.0, dense.median - own.median)
