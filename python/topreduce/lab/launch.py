@@ -188,10 +188,18 @@ def _interrupts_held_back() -> Iterator[None]:
     # Children inherit the blocked signal: Ctrl-C reaches this process alone, which ends them.
     resource_tracker.ensure_running()  # started later, it would lift the block
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Threads of libraries may still take the signal, and Python then raises here: not in between.
+    held: list[int] = []
+    in_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda *_: held.append(1)) if in_main else None
     try:
         yield
     finally:
+        if in_main:
+            signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if held:
+        raise KeyboardInterrupt
 
 
 # ---- in a rank's process --------------------------------------------------------------------
