@@ -336,6 +336,18 @@ def test_warm_up_is_dense_and_the_ramp_geometric(ranks: int) -> None:
         assert densities == pytest.approx([1, 1, 1, *ramp, 0.001, 0.001, 0.001])
 
 
+def schedule_in_the_method(rank: Rank) -> list[float]:
+    run = Run(rank)
+    sync = topreduce.torch.attach(run.ddp, "topk:density=0.01,warmup_steps=2,ramp_steps=1")
+    run.train(range(4))
+    return [step["density"] for step in sync.history()]
+
+
+def test_what_the_method_says_stands() -> None:
+    for densities in group(2).run(schedule_in_the_method):
+        assert densities == pytest.approx([1, 1, 0.1, 0.01])
+
+
 # ---- a gradient that is not finite -------------------------------------------------------------
 
 
