@@ -115,63 +115,93 @@ void compare_all_codes() {
 
 // ---- what ok_topk sends ------------------------------------------------------------------------
 
-/// Ranks see the same signal and noise of their own; rows differ in size.
-std::vector<float> gradient_of(int rank, int step, std::size_t n) {
-  std::mt19937 common(static_cast<unsigned>(step / 8)), rows(7);
-  std::mt19937 own(static_cast<unsigned>(1000 * step + rank + 1));
-  std::normal_distribution<float> normal;
-  std::vector<float> gradient(n);
-  float size = 1;
-  for (std::size_t i = 0; i < n; ++i) {
-    if (i % 500 == 0) size = std::exp(0.8f * normal(rows));
-    const float signal = normal(common), noise = normal(own);
-    gradient[i] = size * (signal + noise) * std::exp(0.5f * std::abs(signal));
-  }
-  return gradient;
+/// Normal numbers, drawn once.
+const std::vector<float>& pool() {
+  static const std::vector<float> numbers = [] {
+    std::mt19937 rng(7);
+    std::normal_distribution<float> normal;
+    std::vector<float> drawn(1 << 20);
+    for (float& x : drawn) x = normal(rng);
+    return drawn;
+  }();
+  return numbers;
 }
 
-/// Bytes per rank and step in words of 32 bits, relative to 2k(P-1)/P; mean over a period.
-double sent_by_ok_topk(int ranks, const char* values, const char* granularity) {
+/// Ranks see the same signal, which changes every eight steps, and noise of their own; tails are
+/// heavy, and rows differ in size.
+void fill_gradient(int rank, int step, std::span<float> gradient) {
+  const std::vector<float>& numbers = pool();
+  const std::size_t mask = numbers.size() - 1;
+  std::mt19937 common(static_cast<unsigned>(step / 8));
+  std::mt19937 own(static_cast<unsigned>(1000 * step + rank + 1));
+  const std::size_t signals = common(), noises = own();
+  for (std::size_t i = 0; i < gradient.size(); ++i) {
+    const float size = 1 + std::abs(numbers[i / 500 * 7919 & mask]);
+    const float signal = numbers[(signals + i * 3) & mask],
+                noise = numbers[(noises + i * 5) & mask];
+    gradient[i] = size * (signal + noise) * (1 + signal * signal);
+  }
+}
+
+/// What a rank sends per step, in units of the bound and of the budget; means over a period.
+struct Sent {
+  double bytes, selected, delivered;
+};
+
+Sent sent_by_ok_topk(int ranks, const char* values, const char* granularity) {
   constexpr int kPeriod = 32;
-  constexpr std::size_t kRows = 150, kWidth = 1000;
-  const Layout layout({{"embed", {kRows, kWidth}},
-                       {"norm", {300}},
-                       {"block", {2 * kRows, kWidth}},
-                       {"bias", {150}},
-                       {"head", {kRows, kWidth}}});
-  std::vector<double> bytes(static_cast<std::size_t>(ranks));
+  const Layout layout({{"embed", {600, 1000}},
+                       {"norm", {1000}},
+                       {"block", {1200, 1000}},
+                       {"bias", {1000}},
+                       {"head", {600, 1000}}});
+  std::vector<Sent> sums(static_cast<std::size_t>(ranks));
+  const double k = 0.01 * static_cast<double>(layout.size());
+  const double bound = 4 * 2 * k * (ranks - 1) / ranks;
   run_ranks(ranks, [&](Communicator& comm) {
     Reducer reducer(layout, std::string("ok_topk:density=0.01,values=") + values +
                                 ",granularity=" + granularity);
+    std::vector<float> gradient(layout.size());
+    Sent& sum = sums[static_cast<std::size_t>(comm.rank())];
     for (int step = 0; step < 2 * kPeriod; ++step) {
-      auto gradient = gradient_of(comm.rank(), step, layout.size());
+      fill_gradient(comm.rank(), step, gradient);
       reducer.begin(comm);
       for (std::size_t id = layout.count(); id-- > 0;) {
         const std::size_t bucket[] = {id};
         reducer.add(bucket, std::span(gradient).subspan(layout[id].offset, layout[id].size));
       }
       const StepStats& stats = reducer.finish();
-      if (step >= kPeriod) {
-        bytes[static_cast<std::size_t>(comm.rank())] +=
-            static_cast<double>(stats.bytes_sent) / kPeriod;
-      }
+      if (step < kPeriod) continue;
+      const double share = 1.0 / kPeriod / ranks;
+      sum.bytes += share * static_cast<double>(stats.bytes_sent) / bound;
+      sum.selected += share * static_cast<double>(stats.selected) / k;
+      sum.delivered += share * static_cast<double>(stats.delivered) / k;
     }
   });
-  const double k = 0.01 * static_cast<double>(layout.size());
-  const double bound = 4 * 2 * k * (ranks - 1) / ranks;
-  return std::accumulate(bytes.begin(), bytes.end(), 0.0) / ranks / bound;
+  Sent all{};
+  for (const Sent& sum : sums) {
+    all.bytes += sum.bytes;
+    all.selected += sum.selected;
+    all.delivered += sum.delivered;
+  }
+  return all;
 }
 
 void count_ok_topk() {
   std::printf(
-      "\nok_topk 1 %% of 600 450 entries in 5 buckets: bytes sent per rank and step, mean\n"
-      "over a period of 32, relative to 2k(P-1)/P words of 32 bits\n\n");
-  std::printf("%-8s %-8s %8s %8s\n", "values", "", "4 ranks", "8 ranks");
-  for (const char* values : {"fp32", "bf16", "int8", "int4", "int2", "sign"}) {
+      "\nok_topk 1 %% of 2.4 M entries in 5 buckets: bytes sent per rank and step, relative to\n"
+      "2k(P-1)/P words of 32 bits; entries chosen and delivered, relative to k; means over a\n"
+      "period of 32 steps\n\n");
+  std::printf("%-8s %-8s %6s %8s %8s %10s\n", "values", "", "ranks", "bytes", "chosen",
+              "delivered");
+  for (const char* values : {"fp32", "bf16", "int8", "int4", "int2"}) {
     for (const char* granularity : {"bucket", "model"}) {
-      std::printf("%-8s %-8s %8.3f %8.3f\n", values, granularity,
-                  sent_by_ok_topk(4, values, granularity), sent_by_ok_topk(8, values, granularity));
-      std::fflush(stdout);
+      for (const int ranks : {4, 8}) {
+        const Sent sent = sent_by_ok_topk(ranks, values, granularity);
+        std::printf("%-8s %-8s %6d %8.3f %8.3f %10.3f\n", values, granularity, ranks, sent.bytes,
+                    sent.selected, sent.delivered);
+        std::fflush(stdout);
+      }
     }
   }
 }

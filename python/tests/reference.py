@@ -743,7 +743,7 @@ class OkTopk:
     period: int = 32
     global_ratio: float = 1.0
     global_low: float = 0.667
-    global_high: float = 1.333
+    global_high: float = 1.15
     global_factor: float = 1.008
     threshold: float = 0.0
     last_k: float = 1.0
@@ -762,7 +762,7 @@ class OkTopk:
 
         owner = owners(self.sizes, eighths, len(pending))
         sent, sums, places = to_owners(pending, chosen, owner, step)
-        shown = places[np.abs(sums[places]) >= np.float32(cut / 2 if exact else cut)]
+        shown = places[np.abs(sums[places]) >= np.float32(0.75 * cut if exact else cut)]
         if exact and step.at_once:
             shown = ranked(sums, places, k)
         weakest = float(np.abs(sums[shown]).min()) if shown.size == k else 0.0
@@ -802,10 +802,8 @@ class OkTopk:
 
     def steered(self, cut: float, k: int, kept: Floats) -> tuple[float, float, bool]:
         count = kept.size
-        if count >= 2 * k or (cut == 0 and count > self.global_high * k):
-            return kth(kept, k), float(k), False
         if count > self.global_high * k:
-            return cut * self.global_factor, float(k), False
+            return kth(kept, k), float(k), False
         if count < self.global_low * k:
             return cut / self.global_factor, float(k), cut > 0 and count < k / 2
         return cut, float(k), False

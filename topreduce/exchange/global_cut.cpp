@@ -55,6 +55,13 @@ void GlobalCut::find(const SparseVector& mine, std::size_t k, Courier& courier) 
   const auto ranks = static_cast<std::size_t>(courier.ranks());
   const auto stride = static_cast<std::size_t>(
       std::max(1.0, std::floor(std::sqrt(static_cast<double>(k) / static_cast<double>(ranks)))));
+  // What is shown varies much from time to time, but is little.
+  const std::size_t room = 4 * (k / stride + ranks * stride);
+  parts_.resize(ranks);
+  for (SparseVector& part : parts_) part.reserve(room);
+  message_.reserve(room);
+  order_.reserve(room);
+  shown_.reserve(room);
   make_room(mine_, mine.size());
   mine_.clear();
   for (std::size_t i = 0; i < mine.size(); ++i) {

@@ -13,8 +13,8 @@
 // Drops sums below the cut: they stay owed by the ranks that sent them. Settled is what a rank sent
 // and everyone got, and the owner of a region owes the rounding of its sums.
 //
-// Between exact steps the cut is reused and steered as in the authors' code. When buckets come one
-// by one, an exact step serves the next one: there owners also show sums down to half the cut, so
+// Between exact steps the cut is reused, and lowered as in the authors' code. When buckets come one
+// by one, an exact step serves the next one: there owners also show sums down to 3/4 of the cut, so
 // that all ranks know the k-th of the model. Balancing follows the parts of the last step, which
 // everyone saw; so no round is spent on telling sizes.
 //
@@ -32,6 +32,7 @@ namespace topreduce::exchange {
 namespace {
 
 constexpr double kFarOff = 2;       // counts beyond this factor of the budget are far off
+constexpr double kShown = 0.75;     // of the cut: down to here sums are shown at an exact step
 constexpr double kSteepness = 0.3;  // threshold ~ budget^-0.3, when the budget itself changes
 
 struct Control {
@@ -100,7 +101,7 @@ class OkTopk final : public Exchange {
           reduced_, [&](Index i, float value) { return global_.keeps(i, value); }, shown_);
       crowded = skew_of(global_.counts()) > control_.balance;
     } else {
-      append_if(reduced_, at_least(exact_ ? cut_ / 2 : cut_), shown_);
+      append_if(reduced_, at_least(exact_ ? kShown * cut_ : cut_), shown_);
     }
     rounding_.assign(shown_);
     std::vector<SparseVector>* parts = &parts_;
@@ -205,13 +206,12 @@ class OkTopk final : public Exchange {
     adder_.add(settling_, universe, delivery.settled);
   }
 
-  // Between exact steps. Where too many were delivered, everyone has seen the k-th of them.
+  // Between exact steps. Where too many were delivered, everyone has seen the k-th of them; the
+  // authors raise the threshold by a factor, which sums of growing debts outrun.
   void steer(double k) {
     threshold_ = cut_;
-    if (delivered_ >= kFarOff * k || (cut_ == 0 && delivered_ > control_.high * k)) {
+    if (delivered_ > control_.high * k) {
       threshold_ = kernels::kth_magnitude(magnitudes_, k_);
-    } else if (delivered_ > control_.high * k) {
-      threshold_ *= control_.factor;
     } else if (delivered_ < control_.low * k) {
       threshold_ /= control_.factor;
       due_ = cut_ > 0 && delivered_ < k / kFarOff ? 1 : 0;

@@ -32,6 +32,21 @@ float mean_of(const Magnitudes& magnitudes, std::size_t count) {
   return sums[0] * (static_cast<float>(kBlockValues) / static_cast<float>(count));
 }
 
+// Of bit patterns, which ascend as magnitudes do.
+float smallest_of(const Magnitudes& magnitudes, std::size_t count) {
+  std::array<std::uint32_t, 8> least;
+  least.fill(std::bit_cast<std::uint32_t>(magnitudes[0]));
+  for (std::size_t i = 0; i + 8 <= count; i += 8) {
+    for (std::size_t j = 0; j < 8; ++j) {
+      least[j] = std::min(least[j], std::bit_cast<std::uint32_t>(magnitudes[i + j]));
+    }
+  }
+  for (std::size_t i = count / 8 * 8; i < count; ++i) {
+    least[0] = std::min(least[0], std::bit_cast<std::uint32_t>(magnitudes[i]));
+  }
+  return std::bit_cast<float>(*std::ranges::min_element(least));
+}
+
 // The largest code times the largest scale is finite.
 constexpr float largest_scale(unsigned bits) {
   return bits == 8 ? 0x1.fep120f : bits == 4 ? 0x1.fep124f : bits == 2 ? 0x1.fep126f : 0x1.fep127f;
@@ -101,15 +116,12 @@ void read_values(const std::byte* in, std::span<float> values) {
 }
 
 template <unsigned bits>
-void write_values(const Magnitudes& magnitudes, float largest, std::span<float> values,
-                  std::byte* out) {
+void write_values(const std::array<float, kBlockValues>& padded, const Magnitudes& magnitudes,
+                  float largest, std::span<float> values, std::byte* out) {
   Magnitudes wanted;
   Codes codes;
   std::uint16_t flag = 0;
   float scale;
-  const auto negative = [&](std::size_t i) {
-    return i < values.size() && std::signbit(values[i]) ? 1u : 0u;
-  };
   if constexpr (bits >= 4) {
     constexpr float kLargestCode = (1 << (bits - 1)) - 1;
     scale = scale_of(largest / kLargestCode, bits);
@@ -117,9 +129,8 @@ void write_values(const Magnitudes& magnitudes, float largest, std::span<float> 
   } else if constexpr (bits == 2) {
     // Entries that were chosen for their size have no small ones among them: no zero is needed.
     const float mean = std::min(mean_of(magnitudes, values.size()), largest);
-    const auto real = std::span(magnitudes).first(values.size());
     scale = scale_of(0.875f * mean, bits);
-    if (scale > 0 && *std::ranges::min_element(real) >= 0.5f * scale) {
+    if (scale > 0 && smallest_of(magnitudes, values.size()) >= 0.5f * scale) {
       flag = kWithoutZero;
       for (std::size_t i = 0; i < kBlockValues; ++i) {
         wanted[i] = magnitudes[i] > 1.5f * scale ? 1.0f : 0.0f;
@@ -134,7 +145,7 @@ void write_values(const Magnitudes& magnitudes, float largest, std::span<float> 
   }
   for (std::size_t i = 0; i < kBlockValues; ++i) {
     const auto magnitude = static_cast<unsigned>(static_cast<int>(wanted[i]));
-    const unsigned sign = negative(i);
+    const unsigned sign = std::bit_cast<std::uint32_t>(padded[i]) >> 31;
     const unsigned signed_code = (magnitude ^ (0u - sign)) + sign;
     const unsigned code = bits == 1 ? sign : flag != 0 ? magnitude | sign << 1 : signed_code;
     codes[i] = static_cast<std::uint8_t>(code & ((1u << bits) - 1));
@@ -162,9 +173,11 @@ void with_bits(Values encoding, Use use) {
 }  // namespace
 
 Vote encode_block(Values encoding, std::span<float> values, std::byte* out) {
-  Magnitudes magnitudes{};
+  std::array<float, kBlockValues> padded{};
+  std::ranges::copy(values, padded.begin());
+  Magnitudes magnitudes;
   std::array<std::uint32_t, 8> largest{};
-  for (std::size_t i = 0; i < values.size(); ++i) magnitudes[i] = std::abs(values[i]);
+  for (std::size_t i = 0; i < kBlockValues; ++i) magnitudes[i] = std::abs(padded[i]);
   for (std::size_t i = 0; i < kBlockValues; i += 8) {
     for (std::size_t j = 0; j < 8; ++j) {
       largest[j] = std::max(largest[j], std::bit_cast<std::uint32_t>(magnitudes[i + j]));
@@ -177,7 +190,7 @@ Vote encode_block(Values encoding, std::span<float> values, std::byte* out) {
     return Vote::no;
   }
   with_bits(encoding, [&]<unsigned bits>(std::integral_constant<unsigned, bits>) {
-    write_values<bits>(magnitudes, most, values, out);
+    write_values<bits>(padded, magnitudes, most, values, out);
   });
   return Vote::yes;
 }
