@@ -93,9 +93,12 @@ inline constexpr const char* kRows[] = {
     "ok_topk:density=0.2,values=sign,period=3",
 };
 #ifdef TOPREDUCE_SANITIZED
-inline constexpr int kRankCounts[] = {1, 3};  // a sanitizer needs ranks, not many of them
+// A sanitizer needs ranks and blocks, not many of them.
+inline constexpr int kRankCounts[] = {1, 3};
+inline constexpr std::size_t kMany = 70'000;
 #else
 inline constexpr int kRankCounts[] = {1, 2, 3, 5, 8};
+inline constexpr std::size_t kMany = 1'000'000;
 #endif
 
 /// A row as part of a test's name.

@@ -259,7 +259,7 @@ TEST_P(Models, MayHaveNoParameters) {
 }
 
 TEST_P(Models, MayHaveAMillionEntries) {
-  const Layout layout({{"long.bias", {999'000}}, {"short", {1000}}});
+  const Layout layout({{"long.bias", {kMany - 1000}}, {"short", {1000}}});
   Cluster cluster(2, layout, row());
   expect_laws(cluster, one_bucket(layout), 2);
 }

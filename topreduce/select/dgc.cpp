@@ -3,8 +3,8 @@
 //
 //   all n entries   . . | . . . | . . | . .     1 % of them at even distances from a random start
 //   their k/100-th magnitude                    is a first threshold t for the whole
-//   fewer than 0.8 k above t                    lower t by a fifth and count again, ten times at
-//   most more than k above t                         an exact choice among them
+//   fewer than 0.8 k above t                    lower t by a fifth, count again; ten times at most
+//   more than k above t                         an exact choice among them
 //
 // Sends at most k: the strongest of those above the last threshold. (The authors' code is exact
 // from 1.3 k up; below that it sends the first k in memory, so that the end of a tensor may
