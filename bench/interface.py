@@ -37,8 +37,8 @@ def work(rank: int) -> None:
 
     import topreduce.torch
     from topreduce.lab.gpt import GPT, preset
+    from topreduce.lab.models import next_id_loss
     from topreduce.lab.text import load_text
-    from topreduce.lab.train import next_id_loss
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
