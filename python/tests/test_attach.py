@@ -4,6 +4,8 @@ import copy
 import gc
 import io
 import re
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -571,6 +573,29 @@ def come_and_go(rank: Rank) -> None:
     gc.collect()
     worker.join(5)
     assert not worker.is_alive()
+
+
+ENDS_WITHOUT_DETACH = """
+import time, torch, torch.distributed as dist, topreduce.torch
+from topreduce.torch.steps import Steps
+complete = Steps._complete
+def slowly(self, step):
+    complete(self, step)  # from here on backward() and the program go on
+    time.sleep(0.5)
+    print("worker done", flush=True)
+Steps._complete = slowly
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+sync = topreduce.torch.attach(model, "topk", density=0.5)
+model(torch.ones(1, 4)).sum().backward()
+"""
+
+
+def test_a_program_may_end_without_detach() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS_WITHOUT_DETACH], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "worker done\n"), ended.stderr
 
 
 def test_a_forgotten_model_leaves_no_thread() -> None:

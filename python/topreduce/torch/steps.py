@@ -24,6 +24,7 @@ from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.surroundings import Attendance, Surroundings
 
 _HISTORY = 1000
+_LAST_WORDS = 5.0  # seconds that the worker gets at exit; it may be waiting for a dead peer
 
 
 class _Step:
@@ -89,7 +90,7 @@ class Steps:
             target=_run, args=(self._tasks,), name="topreduce", daemon=True
         )
         self._thread.start()
-        self._stop = weakref.finalize(self, self._tasks.put, None)
+        self._stop = weakref.finalize(self, _end, self._tasks, self._thread)
 
     def take(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """DDP's hook. Never raises inside backward(): that would break DDP's next step."""
@@ -217,6 +218,13 @@ def _raise_at_the_end_of_backward(step: _Step) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _end(tasks: "queue.SimpleQueue[Callable[[], None] | None]", thread: threading.Thread) -> None:
+    """Also at exit: a thread that Python kills inside of C++ takes the whole process with it."""
+    tasks.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_LAST_WORDS)
 
 
 def _run(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
