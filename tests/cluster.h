@@ -14,6 +14,7 @@
 #include "laws.h"
 #include "topreduce/comm/thread.h"
 #include "topreduce/reducer.h"
+#include "topreduce/wire/values.h"
 
 // Reducers on several ranks, driven step by step from one place, so that a test can compare what
 // all ranks hold before and after.

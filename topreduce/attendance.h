@@ -1,10 +1,7 @@
 #pragma once
 
-#include <cstdint>
+#include <cstddef>
 #include <span>
-#include <vector>
-
-#include "topreduce/exchange/courier.h"
 
 namespace topreduce {
 
@@ -17,33 +14,6 @@ struct Attendance {
   /// Parameters that this rank did not use: their gradients are zeros. What no rank used is not
   /// delivered. A rank that has joined used none.
   std::span<const std::size_t> unused;
-};
-
-/// Finds out together what every rank has to say. It takes a round, but only in steps in which some
-/// rank has something to say: all others learn that from the vote (Vote::ask).
-class RollCall {
- public:
-  /// A step starts: everyone is present and uses everything.
-  void begin(std::size_t parameters, int ranks);
-
-  /// What this rank has to say. Parameters must exist.
-  void note(const Attendance& attendance);
-  bool asks() const;  ///< whether that takes a round
-
-  /// The round. Throws std::invalid_argument on every rank if they differ in the divisor.
-  void hold(const wire::Envelope& envelope, exchange::Courier& courier);
-
-  bool used(std::size_t parameter) const;  ///< by any rank
-  bool all_used() const { return all_used_; }
-  int divisor() const { return divisor_; }
-
- private:
-  std::size_t parameters_ = 0;
-  int divisor_ = 1;
-  bool all_used_ = true;
-  SparseVector mine_;                 // words that are not 0: flags, then a bit per parameter
-  std::vector<std::uint32_t> words_;  // the same of all ranks together: 1 where no rank used it
-  std::vector<SparseVector> parts_;
 };
 
 }  // namespace topreduce

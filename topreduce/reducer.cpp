@@ -17,9 +17,9 @@
 #include <utility>
 
 #include "topreduce/agreement.h"
-#include "topreduce/attendance.h"
 #include "topreduce/parcel.h"
 #include "topreduce/pipeline.h"
+#include "topreduce/roll_call.h"
 #include "topreduce/version.h"
 
 namespace topreduce {

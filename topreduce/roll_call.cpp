@@ -4,7 +4,7 @@
 //   word 1    unused parameters 0 to 23, one bit each
 //   word 2    unused parameters 24 to 47 ...
 
-#include "topreduce/attendance.h"
+#include "topreduce/roll_call.h"
 
 #include <algorithm>
 #include <stdexcept>
