@@ -7,6 +7,7 @@
 #include "cluster.h"
 #include "expect_error.h"
 #include "topreduce/comm/self.h"
+#include "topreduce/comm/thread.h"
 #include "topreduce/reducer.h"
 
 namespace topreduce::laws {
@@ -138,6 +139,21 @@ TEST(ReducerRun, RampStaysDenseWhileThatIsCheaper) {
         one_bucket(layout));
     EXPECT_EQ(outcomes[0].stats.budget, budgets[s]);
   }
+}
+
+TEST(ReducerRun, AverageIsAWholeStep) {
+  const Layout layout = small_model();
+  Cluster cluster(3, layout, "topk");
+  std::vector<Floats> gradients =
+      gradients_of(3, 0, [&](int r, int s) { return heavy_tailed(r, s, layout); });
+  const auto want = cluster.step(gradients, one_bucket(layout));
+  run_ranks(3, [&](Communicator& comm) {
+    const auto rank = static_cast<std::size_t>(comm.rank());
+    Reducer reducer(layout, "topk");
+    EXPECT_EQ(reducer.average(comm, gradients[rank]).selected, want[rank].stats.selected);
+    EXPECT_TRUE(same_bits(gradients[rank], want[rank].gradient));
+    EXPECT_EQ(state_of(reducer), want[rank].state);
+  });
 }
 
 TEST(ReducerRun, ConfigureKeepsWhatIsOwed) {

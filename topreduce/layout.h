@@ -7,6 +7,8 @@
 #include <string_view>
 #include <vector>
 
+#include "topreduce/api.h"
+
 namespace topreduce {
 
 /// One tensor of the model.
@@ -19,7 +21,7 @@ struct Parameter {
 
 /// The model's map: every parameter in registration order, which is its place in the flat state for
 /// life. How gradients are cut into buckets never changes it.
-class Layout {
+class TOPREDUCE_API Layout {
  public:
   Layout() = default;
   /// Names must be unique; a shape with a zero is an empty parameter, an empty shape a scalar.

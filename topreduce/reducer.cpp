@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -33,7 +34,7 @@ enum class Regime { compress, dense, bypass };
 
 }  // namespace
 
-struct Reducer::Inside {
+struct TOPREDUCE_INSIDE Reducer::Inside {
   Inside(Layout whole, const Spec& method)
       : layout(std::move(whole)), given(method), pipeline(layout, method) {
     introduce();
@@ -76,6 +77,7 @@ struct Reducer::Inside {
   std::uint32_t run = 0;  // its fingerprint, in every message
   int agreed_ranks = 0;   // ranks that were asked; 0: nobody yet
   StepStats stats;
+  std::vector<std::size_t> everything;  // the numbers of all parameters, for `average`
 
   // The open step.
   Communicator* comm = nullptr;
@@ -393,6 +395,17 @@ const StepStats& Reducer::finish() {
     throw;
   }
   return inside_->stats;
+}
+
+const StepStats& Reducer::average(Communicator& comm, std::span<float> gradient) {
+  std::vector<std::size_t>& all = inside_->everything;
+  if (all.empty()) {
+    all.resize(inside_->layout.count());
+    std::iota(all.begin(), all.end(), std::size_t{0});
+  }
+  begin(comm);
+  add(all, gradient);
+  return finish();
 }
 
 void Reducer::abandon() noexcept {

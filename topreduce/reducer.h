@@ -23,7 +23,7 @@ namespace topreduce {
 /// A step is a transaction: whatever throws between `begin` and the end of `finish` leaves what is
 /// owed, and the gradients, bit for bit as they were. Results do not depend on the bucket cut.
 /// One thread at a time.
-class Reducer {
+class TOPREDUCE_API Reducer {
  public:
   /// `method` is a spec such as "topk:density=0.01"; see catalog.def for all words.
   /// Throws std::invalid_argument for unknown words, values out of range and stages that do not
@@ -54,6 +54,9 @@ class Reducer {
   /// Votes, commits, and replaces every gradient with the mean over the ranks. If any rank had an
   /// infinity or NaN, nothing is committed and every gradient becomes NaN, on all ranks.
   const StepStats& finish();
+
+  /// A whole step for a model whose gradients lie in one piece, in layout order.
+  const StepStats& average(Communicator& comm, std::span<float> gradient);
 
   /// Drops an open step, as an exception does.
   void abandon() noexcept;

@@ -5,6 +5,8 @@
 #include <string_view>
 #include <vector>
 
+#include "topreduce/api.h"
+
 namespace topreduce {
 
 /// A name and its settings, as users write them: "topk:density=0.01,select=(carried:gain=0.2)".
@@ -15,10 +17,10 @@ struct Spec {
 };
 
 /// Throws std::invalid_argument with the place of the mistake.
-Spec parse_spec(std::string_view text);
+TOPREDUCE_API Spec parse_spec(std::string_view text);
 
 /// The text that parses to `spec`.
-std::string to_string(const Spec& spec);
+TOPREDUCE_API std::string to_string(const Spec& spec);
 
 /// "; did you mean 'topk'?" if one of `known` is close to `word`, and in any case the known ones.
 std::string suggest(std::string_view word, const std::vector<std::string>& known);

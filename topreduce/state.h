@@ -3,11 +3,13 @@
 #include <span>
 #include <string_view>
 
+#include "topreduce/api.h"
+
 namespace topreduce {
 
 /// Sees, and may replace, everything that a run must keep for its next step to be the same. One
 /// visit serves saving and loading, so the two cannot drift apart.
-class StateVisitor {
+class TOPREDUCE_API StateVisitor {
  public:
   virtual ~StateVisitor() = default;
 

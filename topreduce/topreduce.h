@@ -1,8 +1,11 @@
 #pragma once
 
-// Everything a program needs.
+// Everything a program needs. Linked with topreduce::mpi it gets comm::Mpi too: that target defines
+// TOPREDUCE_WITH_MPI.
 
-#include "topreduce/catalog.h"
+#ifdef TOPREDUCE_WITH_MPI
+#include "topreduce/comm/mpi.h"
+#endif
 #include "topreduce/comm/self.h"
 #include "topreduce/comm/thread.h"
 #include "topreduce/reducer.h"

@@ -1,8 +1,10 @@
 #pragma once
 
+#include "topreduce/api.h"
+
 namespace topreduce {
 
 /// "major.minor.patch", as in CMakeLists.txt. Ranks must run the same version.
-const char* version();
+TOPREDUCE_API const char* version();
 
 }  // namespace topreduce

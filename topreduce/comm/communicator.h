@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "topreduce/api.h"
 #include "topreduce/errors.h"
 #include "topreduce/storage.h"
 
@@ -18,7 +19,7 @@ struct Traffic {
 };
 
 /// Bytes from every rank, in rank order, in one buffer that is reused from call to call.
-struct Inbox {
+struct TOPREDUCE_API Inbox {
   Bytes bytes;
   std::vector<std::size_t> counts;  ///< bytes from each rank
 
@@ -27,7 +28,7 @@ struct Inbox {
 
 /// Moves bytes between ranks; knows nothing of gradients. Calls are collective and in the same
 /// order on every rank. A failed call throws CommError on every rank that can still be reached.
-class Communicator {
+class TOPREDUCE_API Communicator {
  public:
   virtual ~Communicator() = default;
 

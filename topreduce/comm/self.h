@@ -5,7 +5,7 @@
 namespace topreduce::comm {
 
 /// One rank, alone: nothing travels.
-class Self final : public Communicator {
+class TOPREDUCE_API Self final : public Communicator {
  public:
   int rank() const override { return 0; }
   int size() const override { return 1; }
