@@ -63,7 +63,7 @@ class Method:
         """Without the steps that a training begins with, which send more."""
         if not self.is_ours:
             return self
-        return Method(self.label, _take_schedule(self.spec)[0])
+        return Method(self.label, _without_schedule(self.spec))
 
     def attach(self, model: nn.Module, seed: int) -> Attached:
         """Wraps the model in DDP. Collective."""
@@ -75,8 +75,9 @@ class Method:
             STOCK[name](attached, argument)
             return attached
         attached = Attached(DistributedDataParallel(model))
-        spec, schedule = _take_schedule(self.spec.removeprefix(OURS))
-        attached.sync = topreduce.torch.attach(attached.ddp, spec, **{"seed": seed, **schedule})
+        spec = self.spec.removeprefix(OURS)
+        own_seed = None if re.search(r"\bseed=", spec) else seed
+        attached.sync = topreduce.torch.attach(attached.ddp, spec, seed=own_seed)
         return attached
 
 
@@ -160,15 +161,12 @@ def _check(spec: str) -> None:
         raise ValueError(f"method {spec!r}: write it as {name}:4")
 
 
-def _take_schedule(spec: str) -> tuple[str, dict[str, Any]]:
-    """The spec without warm-up, ramp and seed, and those: attach() takes them as arguments."""
+def _without_schedule(spec: str) -> str:
+    """The spec without warm-up, ramp and seed."""
     name, colon, settings = spec.partition(":")
-    kept, schedule, depth = [], {}, 0
+    kept, depth = [], 0
     for piece in settings.split(","):
-        key, _, value = piece.partition("=")
-        if depth == 0 and key in _SCHEDULE:
-            schedule[key] = int(value)
-        else:
+        if depth > 0 or piece.partition("=")[0] not in _SCHEDULE:
             kept.append(piece)
         depth += piece.count("(") - piece.count(")")
-    return name + (colon + ",".join(kept) if any(kept) else ""), schedule
+    return name + (colon + ",".join(kept) if any(kept) else "")
