@@ -178,8 +178,8 @@ def _parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     for name, parameter in parameters.items():
         if parameter.is_complex():
             raise ValueError(f"{name} is complex; only real parameters can be compressed")
-        if parameter.device.type != "cpu":
-            raise ValueError(f"{name} is on {parameter.device}; only CPU gradients are supported")
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on the meta device: give it memory, then wrap the model")
     return parameters
 
 

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from topreduce import CommError, Reducer, StepStats, WireError
+from topreduce.torch.lane import Lane
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.surroundings import Attendance, Surroundings
 
@@ -44,9 +45,10 @@ class _Step:
 class _Bucket:
     """A bucket in the worker's hands. The memory belongs to DDP."""
 
-    def __init__(self, bucket: GradBucket) -> None:
-        self.future: Future[torch.Tensor] = Future()
+    def __init__(self, bucket: GradBucket, lane: Lane) -> None:
+        self.future = lane.future()
         self.buffer = bucket.buffer()
+        self._lane, self._computed = lane, lane.mark()
         self.parameters = bucket.parameters()
         self.is_first = bucket.index() == 0
         self.is_last = bucket.is_last()
@@ -54,15 +56,23 @@ class _Bucket:
 
     def gradient(self) -> NDArray[np.float32]:
         """The gradient as the core wants it: DDP's own memory where possible."""
-        if self.buffer.device.type != "cpu":
-            raise ValueError(f"the gradient is on {self.buffer.device}; only CPU is supported")
-        self._float32 = self.buffer.float()
+        with self._lane.behind(self._computed):
+            self._float32 = self._lane.to_host(self.buffer.float())
         array: NDArray[np.float32] = self._float32.numpy()
         return array
 
     def give_back(self) -> None:
         if self._float32 is not self.buffer:
-            self.buffer.copy_(self._float32)
+            with self._lane.behind(self._computed):
+                self.buffer.copy_(self._float32, non_blocking=True)
+
+    def complete(self, error: Exception | None) -> None:
+        """Lets DDP go on with what the buffer holds; after an error, with zeros."""
+        with self._lane.behind(self._computed):
+            if error is not None:
+                self.buffer.zero_()
+        with self._lane.behind(self._computed):
+            self.future.set_result(self.buffer)
 
 
 class Steps:
@@ -83,6 +93,7 @@ class Steps:
         self._comm = comm
         self._numbers = numbers
         self.surroundings = surroundings
+        self._lanes: dict[torch.device, Lane] = {}
         self._step = _Step(None)
         self._step.over.set()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -94,7 +105,7 @@ class Steps:
 
     def take(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """DDP's hook. Never raises inside backward(): that would break DDP's next step."""
-        taken = _Bucket(bucket)
+        taken = _Bucket(bucket, self._lane(bucket.buffer().device))
         if taken.is_first:
             self._step = _Step(self.broken)
             self._step.in_backward = _raise_at_the_end_of_backward(self._step)
@@ -185,6 +196,11 @@ class Steps:
             # raise, and are still in step.
             self._comm.start_step(number)
 
+    def _lane(self, device: torch.device) -> Lane:
+        if device not in self._lanes:
+            self._lanes[device] = Lane(device)
+        return self._lanes[device]
+
     def _number(self, parameter: torch.Tensor) -> int:
         number = self._numbers.get(id(parameter))
         if number is None:
@@ -198,9 +214,7 @@ class Steps:
         """Lets backward() go on; after a failure with zeros instead of local gradients."""
         step.over.set()
         for bucket in step.buckets:
-            if step.error is not None:
-                bucket.buffer.zero_()
-            bucket.future.set_result(bucket.buffer)
+            bucket.complete(step.error)
         step.buckets.clear()
 
 
