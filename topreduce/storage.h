@@ -1,7 +1,9 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdlib>
 #include <memory>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -29,6 +31,27 @@ template <class T>
 using Buffer = std::vector<T, Uninitialised<T>>;
 
 using Bytes = Buffer<std::byte>;
+
+/// Elements start as zeros that the system lends: memory is taken where one is written.
+template <class T>
+struct LentZeros {
+  using value_type = T;
+  LentZeros() = default;
+  template <class U>
+  LentZeros(const LentZeros<U>&) noexcept {}
+
+  T* allocate(std::size_t count) {
+    if (void* memory = std::calloc(count, sizeof(T))) return static_cast<T*>(memory);
+    throw std::bad_alloc();
+  }
+  void deallocate(T* memory, std::size_t) noexcept { std::free(memory); }
+  void construct(T*) noexcept {}
+  bool operator==(const LentZeros&) const = default;
+};
+
+/// What a model's state is kept in, of one size for life: a rank that never steps pays nothing.
+template <class T>
+using Zeros = std::vector<T, LentZeros<T>>;
 
 /// Reserves for `size` elements and half as many more: sizes that vary a little from step to step
 /// soon allocate no more.

@@ -25,7 +25,7 @@ namespace {
 class EF21 final : public Feedback {
  public:
   EF21(std::size_t entries, Choice choice)
-      : base_(entries, 0.0f), mean_(choice == Choice::alone ? entries : 0, 0.0f) {}
+      : base_(entries), mean_(choice == Choice::alone ? entries : 0) {}
 
   std::span<const float> base() const override { return base_; }
   std::span<const float> owed() const override { return {}; }
@@ -71,8 +71,8 @@ class EF21 final : public Feedback {
 
  private:
   double started_ = 0;
-  std::vector<float> base_;  // minus the estimate: this rank's own, or the mean for all
-  std::vector<float> mean_;  // only beside own estimates
+  Zeros<float> base_;  // minus the estimate: this rank's own, or the mean for all
+  Zeros<float> mean_;  // only beside own estimates
 };
 
 }  // namespace

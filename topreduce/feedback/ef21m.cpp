@@ -26,9 +26,9 @@ class EF21M final : public Feedback {
  public:
   EF21M(float eta, std::size_t entries, Choice choice)
       : eta_(eta),
-        base_(entries, 0.0f),
-        mean_(entries, 0.0f),
-        estimate_(choice == Choice::alone ? entries : 0, 0.0f) {}
+        base_(entries),
+        mean_(entries),
+        estimate_(choice == Choice::alone ? entries : 0) {}
 
   std::span<const float> base() const override { return base_; }
   float scale() const override { return eta_; }
@@ -82,9 +82,9 @@ class EF21M final : public Feedback {
  private:
   float eta_;
   double started_ = 0;
-  std::vector<float> base_;
-  std::vector<float> mean_;
-  std::vector<float> estimate_;  // this rank's own; empty if the mean stands for it
+  Zeros<float> base_;
+  Zeros<float> mean_;
+  Zeros<float> estimate_;  // this rank's own; empty if the mean stands for it
 };
 
 }  // namespace

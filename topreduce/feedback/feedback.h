@@ -5,6 +5,7 @@
 #include "topreduce/exchange/delivery.h"
 #include "topreduce/pending.h"
 #include "topreduce/state.h"
+#include "topreduce/storage.h"
 
 namespace topreduce::feedback {
 

@@ -32,8 +32,8 @@ class Momentum final : public Feedback {
         scale_(form == Form::plain ? 1 : 1 + momentum),
         push_(form == Form::plain ? 1 : momentum / (1 + momentum)),
         masking_(masking),
-        base_(entries, 0.0f),
-        velocity_(entries, 0.0f) {}
+        base_(entries),
+        velocity_(entries) {}
 
   std::span<const float> base() const override { return base_; }
   float scale() const override { return scale_; }
@@ -87,8 +87,8 @@ class Momentum final : public Feedback {
   float scale_;  // of the gradient in what is unsent
   float push_;   // of that, in the velocity
   Masking masking_;
-  std::vector<float> base_;
-  std::vector<float> velocity_;
+  Zeros<float> base_;
+  Zeros<float> velocity_;
 };
 
 }  // namespace

@@ -10,7 +10,7 @@ namespace {
 
 class Residual final : public Feedback {
  public:
-  explicit Residual(std::size_t entries) : owed_(entries, 0.0f) {}
+  explicit Residual(std::size_t entries) : owed_(entries) {}
 
   std::span<const float> base() const override { return owed_; }
 
@@ -47,7 +47,7 @@ class Residual final : public Feedback {
   void visit(StateVisitor& visitor) override { visitor.entries("owed", owed_); }
 
  private:
-  std::vector<float> owed_;
+  Zeros<float> owed_;
 };
 
 }  // namespace
