@@ -1,6 +1,7 @@
 // A run over time: loss scale, warm-up and ramp, bypass, new settings, checkpoints, and a caller's
 // mistakes.
 
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
 
@@ -128,6 +129,21 @@ TEST(ReducerRun, RampFallsGeometrically) {
   }
 }
 
+// A rank for which others make the steps knows as well as they do what comes next.
+TEST(ReducerRun, SkipsToTheStepOfOthers) {
+  const Layout layout = one_parameter(100);
+  const std::string method = "topk:density=0.1,granularity=model,warmup_steps=2,ramp_steps=3";
+  Cluster cluster(2, layout, method);
+  Reducer idle(layout, method);
+  for (int s = 0; s < 6; ++s) {
+    EXPECT_EQ(idle.step(), cluster[0].step());
+    EXPECT_EQ(idle.density(), cluster[0].density());
+    cluster.step({Floats(100, 1.0f), Floats(100, 2.0f)}, one_bucket(layout));
+    idle.skip_to(cluster[0].step());
+  }
+  EXPECT_EQ(std::ranges::count(idle.owed(), 0.0f), 100);
+}
+
 // Early in a ramp, with many ranks, everything costs less than what each rank would gather.
 TEST(ReducerRun, RampStaysDenseWhileThatIsCheaper) {
   const Layout layout = one_parameter(1000);
@@ -228,6 +244,7 @@ TEST(ReducerRun, MistakesAreNamed) {
   expect_error([&] { reducer.begin(comm); }, {"begin", "open"});
   expect_error([&] { reducer.configure({"", {}}); }, {"configure", "open"});
   expect_error([&] { reducer.set_mode(Reducer::Mode::bypass); }, {"set_mode", "open"});
+  expect_error([&] { reducer.skip_to(7); }, {"skip_to", "open"});
   expect_error([&] { state_of(reducer); }, {"state", "open"});
   reducer.add(second, three);
   expect_error([&] { reducer.finish(); }, {"finish", "missing 1 of 2", "first"});

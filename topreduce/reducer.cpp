@@ -412,6 +412,11 @@ void Reducer::abandon() noexcept {
   inside_->abandon();
 }
 
+void Reducer::skip_to(std::uint64_t step) {
+  if (inside_->comm != nullptr) throw std::invalid_argument("skip_to: a step is open");
+  inside_->step = step;
+}
+
 void Reducer::configure(const Spec& changes) {
   Inside& now = *inside_;
   if (now.comm != nullptr) throw std::invalid_argument("configure: a step is open");

@@ -61,6 +61,9 @@ class TOPREDUCE_API Reducer {
   /// Drops an open step, as an exception does.
   void abandon() noexcept;
 
+  /// Goes on as if `step` were next; what is owed stays. For ranks for which others make the steps.
+  void skip_to(std::uint64_t step);
+
   /// Changes settings between steps, e.g. "density=0.001"; what is owed stays. On a mistake nothing
   /// changes. All ranks must do the same before their next step: call `agree` to be sure.
   void configure(const Spec& changes);

@@ -182,6 +182,9 @@ void bind_reducer(nb::module_& module) {
       .def("finish", &Owner::finish, "Replace every gradient with the mean over the ranks.")
       .def("abandon", &Owner::abandon, "Drop an open step.")
       .def(
+          "skip_to", [](Owner& self, std::uint64_t step) { self.reducer.skip_to(step); }, "step"_a,
+          "Go on as if this were the number of the next step; what is owed stays.")
+      .def(
           "configure",
           [](Owner& self, const nb::kwargs& changes) {
             Spec spec = with_settings({}, changes);
