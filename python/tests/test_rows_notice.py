@@ -11,6 +11,7 @@ ROWS = {
     "or run_out_of_data and randk or several or at_run_time",
     "test_amp.py": "test_memory_is_unscaled",
     "test_checkpoints.py": "distributed_checkpoint_is_exact and topk-later",
+    "test_two_levels.py": "laws_of_uneven_machines",
 }
 
 
@@ -24,4 +25,4 @@ def test_state_by_bucket_fails_every_row() -> None:
     passed = re.search(r"(\d+) passed", ended.stdout)
     assert passed is None, ended.stdout
     failed = re.search(r"(\d+) failed", ended.stdout)
-    assert failed is not None and int(failed[1]) >= 13, ended.stdout
+    assert failed is not None and int(failed[1]) >= 14, ended.stdout

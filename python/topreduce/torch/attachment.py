@@ -13,10 +13,12 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from topreduce import Layout, Reducer
+from topreduce.torch.machines import Levels
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.steps import Steps
 from topreduce.torch.surroundings import Scaler, Surroundings
 from topreduce.torch.sync import Sync, as_setting
+from topreduce.torch.two_levels import on_two_levels
 
 _TIMEOUT = timedelta(minutes=5)
 _REMEDY = "wrap the model in a new DistributedDataParallel and attach to that"
@@ -68,6 +70,7 @@ def attach(
     ramp_steps: int | None = None,
     seed: int | None = None,
     scaler: Scaler | None = None,
+    local_group: dist.ProcessGroup | str | None = None,
     timeout: timedelta = _TIMEOUT,
     **settings: object,
 ) -> Sync:
@@ -78,7 +81,10 @@ def attach(
     method's default; `topreduce methods` lists them. The first `warmup_steps` are dense, then
     the density falls geometrically over `ramp_steps`. `keep_dense`: patterns such as "*norm*" for
     parameters that are never cut. `scaler`: the GradScaler that multiplies your loss, so that what
-    is owed is kept without its factor. `timeout`: how long to wait for a silent peer.
+    is owed is kept without its factor. `local_group`: the ranks of this rank's machine, as a
+    process group, or "host" for those with the same host name; gradients are then averaged inside
+    each machine first, and one rank of each exchanges, and owes. `timeout`: how long to wait for a
+    silent peer.
     """
     _check_type(ddp)
     dispatcher = _dispatchers.get(ddp)
@@ -96,7 +102,12 @@ def attach(
         "seed": seed,
         **settings,
     }
-    comm = GroupCommunicator(ddp.process_group, timeout if _is_valid(timeout) else _TIMEOUT)
+    patience = timeout if _is_valid(timeout) else _TIMEOUT
+    comm = (
+        GroupCommunicator(ddp.process_group, patience)
+        if local_group is None
+        else Levels(ddp.process_group, local_group, patience)
+    )
     try:
         reducer, parameters = _prepare_together(comm, ddp, method, given, timeout, scaler)
         reducer.agree(comm)
@@ -125,7 +136,7 @@ def _prepare_together(
     """`_prepare` on all ranks or on none: a rank that refuses leaves nobody waiting."""
     refusal: Exception | None = None
     try:
-        prepared = _prepare(ddp, method, given, timeout, scaler)
+        prepared = _prepare(comm, ddp, method, given, timeout, scaler)
     except Exception as error:
         refusal = error
     try:
@@ -139,6 +150,7 @@ def _prepare_together(
 
 
 def _prepare(
+    comm: GroupCommunicator,
     ddp: DistributedDataParallel,
     method: str,
     given: dict[str, object],
@@ -157,6 +169,8 @@ def _prepare(
     parameters = _parameters(ddp)
     layout = Layout([(name, _stored_shape(each)) for name, each in parameters.items()])
     settings = {name: value for name, value in given.items() if value is not None}
+    if isinstance(comm, Levels):
+        return on_two_levels(comm, layout, method, settings), parameters
     return Reducer(layout, method, **settings), parameters
 
 

@@ -4,7 +4,9 @@
     rank<r>/<number>                    one number
     rank<r>/<quantity>/<parameter>      one number, or one tensor in the parameter's shape
 
-The rank stands in the key because torch.distributed.checkpoint keeps one value per key.
+The rank stands in the key because torch.distributed.checkpoint keeps one value per key. With
+several ranks per machine it is the number of the machine: its delegate saves what is owed, the
+others only the numbers that all ranks of the machine share.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 
 from topreduce import Reducer
+from topreduce.torch.two_levels import Member
 
 FORMAT = 1
 
@@ -45,7 +48,10 @@ def unpack(saved: Mapping[str, Any], reducer: Reducer, rank: int, ranks: int) ->
     if not own:
         others = {key.split("/")[0] for key in saved if key.startswith("rank") and "/" in key}
         raise ValueError(f"holds nothing of rank {rank}; it is of {few(others)}")
-    _compare(own, _flatten(reducer))
+    here = _flatten(reducer)
+    if isinstance(reducer, Member):  # it may be given the state of its delegate
+        own = {key: value for key, value in own.items() if key in here}
+    _compare(own, here)
 
     state = reducer.state()
     for quantity, arrays in state["entries"].items():

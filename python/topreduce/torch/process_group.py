@@ -11,6 +11,7 @@ All ranks see all lengths, so all know whether there is a second round.
 import re
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -34,10 +35,26 @@ _WORD = b"word:"
 _STORE_PATIENCE = 2.0  # seconds; the machine that holds the store may be the one that died
 
 
+@dataclass(frozen=True)
+class Circle:
+    """Some ranks of a process group, as messages and the store call them."""
+
+    group_name: str  # unlike that of any other circle
+    ranks: Sequence[int]  # in the process group
+    place: int  # of this rank in the circle
+    title: str
+
+    def rank(self) -> int:
+        return self.place
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+
 class GroupCommunicator(Communicator):
     """The ranks of `group`, on connections that nobody else uses. Making one is collective."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+    def __init__(self, group: dist.ProcessGroup | Circle, timeout: timedelta) -> None:
         super().__init__(group.rank(), group.size())
         if not dist.is_gloo_available():
             raise ValueError(
@@ -48,6 +65,12 @@ class GroupCommunicator(Communicator):
         self._step = 0
         self._calls_before_step = 0
         self._told = False
+        self._names = group.ranks if isinstance(group, Circle) else range(self.size)
+        self.title = (
+            group.title if isinstance(group, Circle) else f"rank {self.rank} of {self.size}"
+        )
+        # What is owed is kept by every rank: this one keeps book `ledger` of `ledgers`.
+        self.ledger, self.ledgers = self.rank, self.size
         self._buffers: dict[str, torch.Tensor] = {}
         self._used: dict[str, int] = {}  # bytes of each buffer, at most, since the last `trim`
         self._store = _meet(group, timeout)
@@ -57,7 +80,7 @@ class GroupCommunicator(Communicator):
                 lambda: dist.ProcessGroupGloo(self._store, self.rank, self.size, timeout=timeout)
             )
             if failure:
-                raise CommError(f"rank {self.rank} of {self.size}: no connection: {failure}")
+                raise CommError(f"{self.title}: no connection: {failure}")
 
     def start_step(self, step: int) -> None:
         """From here on errors name this step, and `calls_in_step` counts."""
@@ -87,12 +110,22 @@ class GroupCommunicator(Communicator):
 
     def concur(self, word: str) -> None:
         """Returns if all ranks came with the same word; otherwise ValueError, on all of them."""
-        mine = _WORD + word.encode()
-        received, counts = self.all_gather(np.frombuffer(mine, np.uint8))
-        words = [part.tobytes() for part in np.split(received, np.cumsum(counts)[:-1])]
-        if any(other != mine for other in words):
-            by_rank = "; ".join(f"rank {rank}: {_read(other)}" for rank, other in enumerate(words))
+        words = self.ask(word)
+        if any(other != word for other in words):
+            by_rank = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(words))
             raise ValueError(f"the ranks differ, so nothing was changed: {by_rank}")
+
+    def ask(self, word: str) -> list[str]:
+        """The words with which the ranks came, in rank order."""
+        received, counts = self.all_gather(np.frombuffer(_WORD + word.encode(), np.uint8))
+        return [_read(part.tobytes()) for part in np.split(received, np.cumsum(counts)[:-1])]
+
+    def hand_out(self, message: Bytes) -> None:
+        """Replaces `message` by that of rank 0. All know its length, from a call before."""
+        if self.size > 1:
+            self._calls += 1
+            tensor = torch.from_numpy(message)
+            self._round(lambda: self._gloo.broadcast(tensor, 0).wait())
 
     def close(self, word: str = "") -> None:
         """Leaves. Peers that wait for us fail at once, and find `word` as the reason."""
@@ -133,11 +166,12 @@ class GroupCommunicator(Communicator):
         """Bytes from each rank, and the most between any two ranks. Trusts no peer."""
         incoming, largest = [], 0
         for peer, (magic, call, count, most) in enumerate(headings.tolist()):
+            name = f"rank {self._names[peer]}"
             if magic != _MAGIC or not 0 <= count <= most < 1 << 48:
-                raise WireError(f"{self._where()}: a damaged or foreign message from rank {peer}")
+                raise WireError(f"{self._where()}: a damaged or foreign message from {name}")
             if call != self._calls:
                 raise WireError(
-                    f"{self._where()}: rank {peer} is {call - self._calls} calls ahead; attach, "
+                    f"{self._where()}: {name} is {call - self._calls} calls ahead; attach, "
                     "configure, bypass, resume and backward must come in one order on all ranks"
                 )
             incoming.append(count)
@@ -146,20 +180,18 @@ class GroupCommunicator(Communicator):
 
     def _transfer(self, send: Bytes, out: Bytes, counts: list[int], out_counts: list[int]) -> None:
         """One round; without counts, the same number of bytes to and from every rank."""
+        tensors = torch.from_numpy(out), torch.from_numpy(send)
+        self._round(lambda: self._gloo.alltoall_base(*tensors, out_counts, counts).wait())
+
+    def _round(self, action: Callable[[], object]) -> None:
         if self._gloo is None:
             raise CommError(f"{self._where()}: the group is closed")
-        _, failure = _attempt(lambda: self._all_to_all(send, out, counts, out_counts))
+        _, failure = _attempt(action)
         if failure:
             words = self._words()
             self._told = bool(words)  # someone else is the cause: leave the word to them
             silence = "no rank left a word; one may have died, or the network is down"
             raise CommError(f"{self._where()}: {failure} ({'; '.join(words) or silence})")
-
-    def _all_to_all(
-        self, send: Bytes, out: Bytes, counts: list[int], out_counts: list[int]
-    ) -> None:
-        tensors = torch.from_numpy(out), torch.from_numpy(send)
-        self._gloo.alltoall_base(*tensors, out_counts, counts).wait()
 
     def _words(self) -> list[str]:
         """What peers said when they gave up."""
@@ -167,7 +199,7 @@ class GroupCommunicator(Communicator):
         def read() -> list[str]:
             keys = {peer: f"word/{peer}" for peer in range(self.size) if peer != self.rank}
             return [
-                f"rank {peer} gave up: {self._store.get(key).decode(errors='replace')}"
+                f"rank {self._names[peer]} gave up: {self._store.get(key).decode(errors='replace')}"
                 for peer, key in keys.items()
                 if self._store.check([key])
             ]
@@ -175,8 +207,7 @@ class GroupCommunicator(Communicator):
         return _with_patience(read) or []
 
     def _where(self) -> str:
-        place = f"rank {self.rank} of {self.size}, step {self._step}"
-        return f"{place}, exchange {self.calls_in_step}"
+        return f"{self.title}, step {self._step}, exchange {self.calls_in_step}"
 
     def _buffer(self, name: str, size: int) -> Bytes:
         """Memory that is reused from call to call."""
@@ -193,7 +224,7 @@ def _read(word: bytes) -> str:
     return word.removeprefix(_WORD).decode(errors="replace")
 
 
-def _meet(group: dist.ProcessGroup, timeout: timedelta) -> Store:
+def _meet(group: dist.ProcessGroup | Circle, timeout: timedelta) -> Store:
     """A place of their own for the ranks of `group`, once all of them have come.
 
     Not dist.new_group: that wants the whole world, or names groups by their ranks, so that the

@@ -50,7 +50,7 @@ class Sync:
 
     def hint(self) -> str | None:
         """What to change if DDP's bucket sizes leave little to overlap; None if all is well."""
-        if self._comm.size == 1 or self._reducer.spec["granularity"] != "bucket":
+        if self._comm.ledgers == 1 or self._reducer.spec["granularity"] != "bucket":
             return None
         return report.hint(self._steps.bucket_bytes or [0])
 
@@ -78,12 +78,12 @@ class Sync:
         Every rank must save its own. Keys hold the rank, so one checkpoint can hold all of them.
         """
         self._steps.settle()
-        return checkpoint.pack(self._reducer, self._comm.rank, self._comm.size)
+        return checkpoint.pack(self._reducer, self._comm.ledger, self._comm.ledgers)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict()` was taken; ValueError, with what differs, if it cannot."""
         self._steps.settle()
-        checkpoint.unpack(state, self._reducer, self._comm.rank, self._comm.size)
+        checkpoint.unpack(state, self._reducer, self._comm.ledger, self._comm.ledgers)
         self._steps.surroundings.debts_are_known()
 
     def detach(self) -> None:
@@ -102,9 +102,9 @@ class Sync:
     def __repr__(self) -> str:
         reducer, comm, hint = self._reducer, self._comm, self.hint()
         return (
-            f"<topreduce.torch.Sync: {self._condition()}, rank {comm.rank} of {comm.size}, "
+            f"<topreduce.torch.Sync: {self._condition()}, {comm.title}, "
             f"{reducer.layout.size} entries, step {reducer.step}; "
-            f"{report.cost(self.stats(), comm.size)}{f'; hint: {hint}' if hint else ''}>"
+            f"{report.cost(self.stats(), comm.ledgers)}{f'; hint: {hint}' if hint else ''}>"
         )
 
     def _condition(self) -> str:

@@ -1,0 +1,137 @@
+"""Connections for several ranks per machine: everyone, the ranks of a machine, one of each machine.
+
+    machine 0      machine 1
+    0 = 1 = 2      3 = 4 = 5        = inside: gradients, dense, over memory
+    |              |
+    +--------------+                - between: one delegate each, over the network card
+
+Everyone talks to everyone only to agree on changes.
+"""
+
+import socket
+from datetime import timedelta
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from topreduce import WireError
+from topreduce.torch.process_group import Circle, GroupCommunicator
+
+Floats = NDArray[np.float32]
+
+_PIECE = 1 << 22  # entries that are added up at a time, so that buffers stay small
+_STEP = 1 << 20  # calls; no step needs as many
+_PATIENCE = 4  # time-outs that ranks wait for their delegate, which waits for the network
+_WORD = "local_group="
+
+
+class Inside(GroupCommunicator):
+    """The ranks of one machine; its rank 0 is the delegate."""
+
+    def start_step(self, step: int) -> None:
+        # Numbers that no other step has: a rank that dropped a step is found out.
+        self._calls = (self._calls // _STEP + 1) * _STEP
+        super().start_step(step)
+
+    def add_up(self, values: Floats) -> None:
+        """The delegate's `values` become the sum in rank order; those of others are spoiled."""
+        if self.size > 1:
+            for start in range(0, values.size, _PIECE):
+                self._add_up(values[start : start + _PIECE])
+
+    def _add_up(self, values: Floats) -> None:
+        """Every rank adds up its part of the entries, and sends the sums to the delegate."""
+        parts = np.array_split(values, self.size)
+        mine = parts[self.rank]
+        received, counts = self.all_to_all(_bytes(values), [part.nbytes for part in parts])
+        if set(counts) != {mine.nbytes}:
+            raise WireError(f"{self._where()}: the ranks of the machine differ in their buckets")
+        terms = received.view(np.float32).reshape(self.size, -1)
+        mine[:] = terms[0]
+        for term in terms[1:]:
+            mine += term
+        received, _ = self.all_to_all(_bytes(mine), [mine.nbytes] + [0] * (self.size - 1))
+        if self.rank == 0:
+            _bytes(values)[:] = received
+
+
+class Levels(GroupCommunicator):
+    """Everyone, and what this rank has of the two levels. Making one is collective."""
+
+    def __init__(self, group: dist.ProcessGroup, local_group: object, timeout: timedelta) -> None:
+        super().__init__(group, timeout)
+        self._parts: list[GroupCommunicator] = []
+        try:
+            machines = _machines(self.ask(_WORD + _describe(local_group, group)))
+            self.ledger = next(i for i, ranks in enumerate(machines) if self.rank in ranks)
+            self.ledgers = len(machines)
+            ranks = machines[self.ledger]
+            name = f"{group.group_name}/machine {ranks}"
+            title = f"{self.title}, inside machine {self.ledger}"
+            place = ranks.index(self.rank)
+            self.inside = Inside(Circle(name, ranks, place, title), _PATIENCE * timeout)
+            self._parts.append(self.inside)
+            self.between: GroupCommunicator | None = None  # only a delegate has it
+            if place == 0:
+                delegates = [ranks[0] for ranks in machines]
+                name, title = f"{group.group_name}/between {machines}", f"{self.title}, between"
+                circle = Circle(name, delegates, self.ledger, f"{title} machines")
+                self.between = GroupCommunicator(circle, timeout)
+                self._parts.append(self.between)
+        except BaseException as error:
+            self.close(f"attach: {error}")
+            raise
+        self.title += f", machine {self.ledger} of {self.ledgers}"
+
+    @property
+    def calls_in_step(self) -> int:
+        return sum(part.calls_in_step for part in self._parts)
+
+    def start_step(self, step: int) -> None:
+        for part in self._parts:
+            part.start_step(step)
+        super().start_step(step)
+
+    def trim(self) -> None:
+        for part in self._parts:
+            part.trim()
+        super().trim()
+
+    def close(self, word: str = "") -> None:
+        for part in self._parts:
+            part.close(word)
+        super().close(word)
+
+
+def _describe(local_group: object, group: dist.ProcessGroup) -> str:
+    """This rank's machine: its ranks, or its name; or what is wrong with `local_group`."""
+    if local_group == "host":
+        return f"host {socket.gethostname()}"
+    if not isinstance(local_group, dist.ProcessGroup):
+        return (
+            "no group; it must be 'host', or a process group of the ranks of this rank's machine, "
+            f"not {local_group!r}"
+        )
+    everyone = dist.get_process_group_ranks(group)
+    mine = dist.get_process_group_ranks(local_group)
+    if not set(mine) <= set(everyone):
+        return f"no group; its ranks {mine} are not all in the model's process group {everyone}"
+    return str(sorted(everyone.index(rank) for rank in mine))
+
+
+def _machines(words: list[str]) -> list[list[int]]:
+    """The ranks of each machine, in the order of their delegates; ValueError if it cannot be."""
+    machines: dict[str, list[int]] = {}
+    for rank, word in enumerate(words):
+        machines.setdefault(word, []).append(rank)
+    for word, ranks in machines.items():
+        machine = word.removeprefix(_WORD)
+        if machine == word or not (machine.startswith("host ") or machine == str(ranks)):
+            by_rank = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(words))
+            raise ValueError(f"local_group must put every rank into one machine: {by_rank}")
+    return list(machines.values())
+
+
+def _bytes(values: Floats) -> NDArray[np.uint8]:
+    return values.view(np.uint8)

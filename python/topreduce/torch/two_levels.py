@@ -1,0 +1,200 @@
+"""A step of several ranks per machine.
+
+    each rank    gradient / loss scale
+    inside       sum over the ranks of the machine, in rank order, at its delegate     per bucket
+    between      delegates: sum * machines / ranks, averaged by the method; they alone owe
+    inside       the mean, and what the step cost, from the delegate to its machine    at the end
+    each rank    mean * loss scale
+
+A step is a transaction here too: a rank that fails closes its connections, which fails its
+delegate's next call, and so the other delegates' and their machines'. Nobody has committed by then.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topreduce import Communicator, Layout, Reducer
+from topreduce.torch.machines import Floats, Levels
+
+_JOINED, _BY_PRESENT = 1, 2
+
+
+class Told:
+    """A StepStats that the delegate told its machine."""
+
+    def __init__(self, stats: dict[str, Any]) -> None:
+        self._stats = stats
+
+    def as_dict(self) -> dict[str, Any]:
+        return self._stats
+
+
+class _OnTwoLevels(Reducer):
+    """What delegates and members do alike."""
+
+    def __init__(self, levels: Levels, layout: Layout, method: str, **settings: object) -> None:
+        super().__init__(layout, method, **settings)
+        self._levels = levels
+        self._bypassed = False
+        self._scale = 1.0
+        self._missing = 0  # parameters that the open step still waits for
+        self._gradients: list[Floats] = []
+        self._attendance = self._note((), "present", "ranks")
+        self._seconds = 0.0  # for the open step, inside the machine
+        self.resume()
+
+    # Machines that are alone have nobody to compress for: their steps are always bypassed.
+
+    @property
+    def bypassed(self) -> bool:
+        return self._bypassed
+
+    def bypass(self) -> None:
+        super().bypass()
+        self._bypassed = True
+
+    def resume(self) -> None:
+        if self._levels.ledgers > 1:
+            super().resume()
+        else:
+            super().bypass()
+        self._bypassed = False
+
+    def begin(self, comm: Communicator, loss_scale: float = 1.0) -> None:
+        self._scale = loss_scale
+        self._missing = len(self.layout.names)
+        self._gradients.clear()
+        self._attendance = self._note((), "present", "ranks")
+        self._seconds = 0.0
+
+    def attend(
+        self, unused: Sequence[int] = (), presence: str = "present", divisor: str = "ranks"
+    ) -> None:
+        self._attendance = self._note(unused, presence, divisor)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._gradients.clear()
+
+    def _note(self, unused: Sequence[int], presence: str, divisor: str) -> NDArray[np.uint8]:
+        """[flags | a bit for every parameter that this rank did not use]"""
+        bits = np.full(len(self.layout.names), presence == "joined")
+        bits[list(unused)] = True
+        flags = _JOINED * (presence == "joined") | _BY_PRESENT * (divisor == "present")
+        return np.concatenate([np.array([flags], np.uint8), np.packbits(bits)])
+
+    def _collect(self, parameters: Sequence[int], gradient: Floats) -> NDArray[np.uint8] | None:
+        """Adds up a bucket at the delegate; with the last one, every rank's attendance."""
+        started = time.perf_counter()
+        inside = self._levels.inside
+        self._gradients.append(gradient)
+        self._missing -= len(parameters)
+        with np.errstate(all="ignore"):  # what is not finite is for the vote
+            if self._scale != 1:
+                gradient /= np.float32(self._scale)
+            inside.add_up(gradient)
+        notes = None
+        if self._missing == 0:
+            received, _ = inside.all_gather(self._attendance)
+            notes = received.reshape(inside.size, -1).copy()
+            if len(set(notes[:, 0] & _BY_PRESENT)) > 1:
+                raise ValueError("the ranks differ in what sums are divided by, inside a machine")
+        self._seconds += time.perf_counter() - started
+        return notes
+
+    def _hand_out(self, unit: float) -> None:
+        """Every rank gets the delegate's gradients, times `unit` and its own loss scale."""
+        started = time.perf_counter()
+        factor = np.float32(self._scale * unit)
+        for gradient in self._gradients:
+            self._levels.inside.hand_out(gradient.view(np.uint8))
+            if factor != 1:
+                with np.errstate(all="ignore"):
+                    gradient *= factor
+        self._gradients.clear()
+        self._seconds += time.perf_counter() - started
+
+    def _told(self, stats: dict[str, Any]) -> Told:
+        return Told({**stats, "seconds": {**stats["seconds"], "inside": self._seconds}})
+
+
+class Delegate(_OnTwoLevels):
+    """Exchanges for its machine, and owes for it: sum over the machine * machines / ranks.
+
+    So the mean over the delegates is the mean over the ranks, also of machines of different sizes.
+    """
+
+    def begin(self, comm: Communicator, loss_scale: float = 1.0) -> None:
+        super().begin(comm, loss_scale)
+        self._unit = 1.0
+        Reducer.begin(self, self._between)
+
+    def add(self, parameters: Sequence[int], gradient: Floats) -> None:
+        notes = self._collect(parameters, gradient)
+        if notes is not None:
+            self._attend_for_all(notes)
+        divisor = np.float32(self._levels.size / self._levels.ledgers)
+        if divisor != 1:
+            gradient /= divisor
+        super().add(parameters, gradient)
+
+    def finish(self) -> Told:  # type: ignore[override]
+        stats: dict[str, Any] = dict(super().finish().as_dict())
+        news = {"stats": stats, "next": self.step, "unit": self._unit}
+        self._levels.inside.all_gather(np.frombuffer(json.dumps(news).encode(), np.uint8))
+        self._hand_out(self._unit)
+        return self._told(stats)
+
+    def _attend_for_all(self, notes: NDArray[np.uint8]) -> None:
+        """A machine used what one of its ranks used, and is present if one of them is."""
+        present = int(np.count_nonzero(notes[:, 0] & _JOINED == 0))
+        by_present = bool(notes[0, 0] & _BY_PRESENT)
+        bits = np.unpackbits(np.bitwise_and.reduce(notes[:, 1:]), count=len(self.layout.names))
+        unused = np.flatnonzero(bits).tolist() if present else []
+        if unused or not present or by_present:
+            presence = "present" if present else "joined"
+            Reducer.attend(self, unused, presence, "present" if by_present else "ranks")
+        if by_present:
+            # The core divides by the machines that are present, and we mean ranks.
+            counts, _ = self._between.all_gather(np.array([present], np.int32).view(np.uint8))
+            ranks = counts.view(np.int32)
+            machines = np.count_nonzero(ranks) / self._levels.ledgers
+            self._unit = float(machines * self._levels.size / max(1, ranks.sum()))
+
+    @property
+    def _between(self) -> Communicator:
+        assert self._levels.between is not None
+        return self._levels.between
+
+
+class Member(_OnTwoLevels):
+    """Lends its delegate its gradients, and hears what became of them. It owes nothing."""
+
+    def add(self, parameters: Sequence[int], gradient: Floats) -> None:
+        self._collect(parameters, gradient)
+
+    def finish(self) -> Told:  # type: ignore[override]
+        heard, counts = self._levels.inside.all_gather(np.empty(0, np.uint8))
+        news = json.loads(heard[: counts[0]].tobytes())
+        self._hand_out(news["unit"])
+        self.skip_to(news["next"])
+        return self._told(news["stats"])
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        return {"numbers": {"step": float(self.step)}, "parameters": {}, "entries": {}}
+
+    def load_state(self, state: dict[str, dict[str, Any]]) -> None:
+        self.skip_to(int(state["numbers"]["step"]))
+
+
+def on_two_levels(
+    levels: Levels, layout: Layout, method: str, settings: dict[str, object]
+) -> Reducer:
+    """This rank's part in averaging over machines."""
+    kind = Member if levels.between is None else Delegate
+    return kind(levels, layout, method, **settings)
