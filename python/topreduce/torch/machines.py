@@ -24,6 +24,7 @@ _PIECE = 1 << 22  # entries that are added up at a time, so that buffers stay sm
 _STEP = 1 << 20  # calls; no step needs as many
 _PATIENCE = 4  # time-outs that ranks wait for their delegate, which waits for the network
 _WORD = "local_group="
+_NOTHING = np.empty(0, np.uint8)
 
 
 class Inside(GroupCommunicator):
@@ -51,9 +52,12 @@ class Inside(GroupCommunicator):
         mine[:] = terms[0]
         for term in terms[1:]:
             mine += term
-        received, _ = self.all_to_all(_bytes(mine), [mine.nbytes] + [0] * (self.size - 1))
+        sizes = [0, *(part.nbytes for part in parts[1:])]  # the delegate has its own in place
+        others = [0] * (self.size - 1)
         if self.rank == 0:
-            _bytes(values)[:] = received
+            self._transfer(_NOTHING, _bytes(values)[mine.nbytes :], [0, *others], sizes)
+        else:
+            self._transfer(_bytes(mine), _NOTHING, [mine.nbytes, *others], [0, *others])
 
 
 class Levels(GroupCommunicator):
