@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ import topreduce
 import topreduce.torch
 from topreduce.lab.cluster import INTERFACE, cluster, obstacle
 from topreduce.lab.namespaces import bytes_through, enter
-from topreduce.torch import CommError, Sync, WireError
+from topreduce.torch import CommError, Sync, WireError, lane
+from topreduce.torch import machines as connections
 
 Machines = Sequence[Sequence[int]]
 TWO_BY_TWO: Machines = [[0, 1], [2, 3]]
@@ -114,6 +116,31 @@ def test_it_is_a_run_of_one_rank_per_machine(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("machines", [[[0], [1, 2, 3]], [[0, 2], [1, 3]], [[0, 3], [1], [2]]])
 def test_machines_of_any_size(machines: Machines) -> None:
     group(4).run(equal_machine_means, machines, SETTINGS[0])
+
+
+def equal_in_pieces(rank: Rank) -> None:
+    """Buckets that are added up piece by piece, and gradients that are not in main memory."""
+    with mock.patch.multiple(connections, _PIECE=1000), mock.patch.multiple(lane, pretend=True):
+        equal_machine_means(rank, [[0, 1, 2], [3]], SETTINGS[0])
+
+
+def test_large_buckets_and_other_devices() -> None:
+    group(4).run(equal_in_pieces)
+
+
+def mixed_types(rank: Rank) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    ddp = DistributedDataParallel(Dictated(dtypes))
+    attach(rank, ddp, method="topk", density=1.0)
+    everyone = [small_integers(ddp.module, other, 0) for other in range(rank.ranks)]
+    ddp(everyone[rank.rank]).backward()
+    for weight, *gradients in zip(ddp.module.weights, *everyone, strict=True):
+        mean = sum(gradient.float() for gradient in gradients) / rank.ranks
+        assert torch.equal(weight.grad, mean.to(weight.dtype))
+
+
+def test_parameters_of_other_types() -> None:
+    group(4).run(mixed_types)
 
 
 def equal_flat(rank: Rank) -> None:
@@ -313,6 +340,31 @@ def test_one_broken_rank_stops_all_machines(broken: int, part: str) -> None:
         assert rank == broken or message.startswith(f"rank {rank} of 4, "), message
         if rank != broken:
             assert f"rank {broken} gave up: CommError: the cable is cut" in message
+
+
+def miss_the_mean(rank: Rank) -> tuple[str, str, str]:
+    """Rank 1 breaks when the delegates have committed: all others take the step."""
+    whole, run = Run(rank), Run(rank)
+    attach(rank, whole.ddp, **SETTINGS[0])
+    sync = attach(rank, run.ddp, timeout=timedelta(seconds=50), **SETTINGS[0])
+    whole.train(range(3))
+    run.train(range(2))
+    if rank.rank == 1:
+        inside = sync._comm.inside  # type: ignore[attr-defined]
+        inside.hand_out = mock.Mock(side_effect=CommError("the cable is cut"))
+        with pytest.raises(CommError, match="the cable is cut"):
+            run.backward(2)
+    else:
+        run.train(range(2, 3))
+    with pytest.raises(CommError) as failure:
+        run.backward(3)
+    return whole.digest(), run.digest(), str(failure.value)
+
+
+def test_a_rank_that_misses_the_mean_stops_the_next_step() -> None:
+    for rank, (whole, run, message) in enumerate(group(4).run(miss_the_mean)):
+        assert (whole == run) == (rank != 1)
+        assert "the cable is cut" in message
 
 
 class Twins(torch.nn.Module):

@@ -8,6 +8,7 @@
 
 A step is a transaction here too: a rank that fails closes its connections, which fails its
 delegate's next call, and so the other delegates' and their machines'. Nobody has committed by then.
+A member that is lost after the vote misses the mean; all others have it, and stop a step later.
 """
 
 import json
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from topreduce import Communicator, Layout, Reducer
+from topreduce import CommError, Communicator, Layout, Reducer, WireError
 from topreduce.torch.machines import Floats, Levels
 
 _JOINED, _BY_PRESENT = 1, 2
@@ -40,6 +41,7 @@ class _OnTwoLevels(Reducer):
     def __init__(self, levels: Levels, layout: Layout, method: str, **settings: object) -> None:
         super().__init__(layout, method, **settings)
         self._levels = levels
+        self._parameters = len(layout.names)
         self._bypassed = False
         self._scale = 1.0
         self._missing = 0  # parameters that the open step still waits for
@@ -48,7 +50,7 @@ class _OnTwoLevels(Reducer):
         self._seconds = 0.0  # for the open step, inside the machine
         self.resume()
 
-    # Machines that are alone have nobody to compress for: their steps are always bypassed.
+    # A machine that is alone has nobody to compress for: its steps are dense, whatever is asked.
 
     @property
     def bypassed(self) -> bool:
@@ -67,7 +69,7 @@ class _OnTwoLevels(Reducer):
 
     def begin(self, comm: Communicator, loss_scale: float = 1.0) -> None:
         self._scale = loss_scale
-        self._missing = len(self.layout.names)
+        self._missing = self._parameters
         self._gradients.clear()
         self._attendance = self._note((), "present", "ranks")
         self._seconds = 0.0
@@ -83,7 +85,7 @@ class _OnTwoLevels(Reducer):
 
     def _note(self, unused: Sequence[int], presence: str, divisor: str) -> NDArray[np.uint8]:
         """[flags | a bit for every parameter that this rank did not use]"""
-        bits = np.full(len(self.layout.names), presence == "joined")
+        bits = np.full(self._parameters, presence == "joined")
         bits[list(unused)] = True
         flags = _JOINED * (presence == "joined") | _BY_PRESENT * (divisor == "present")
         return np.concatenate([np.array([flags], np.uint8), np.packbits(bits)])
@@ -107,17 +109,21 @@ class _OnTwoLevels(Reducer):
         self._seconds += time.perf_counter() - started
         return notes
 
-    def _hand_out(self, unit: float) -> None:
-        """Every rank gets the delegate's gradients, times `unit` and its own loss scale."""
+    def _hand_out(self) -> None:
+        """Every rank gets the delegate's gradients."""
         started = time.perf_counter()
-        factor = np.float32(self._scale * unit)
         for gradient in self._gradients:
             self._levels.inside.hand_out(gradient.view(np.uint8))
-            if factor != 1:
-                with np.errstate(all="ignore"):
+        self._seconds += time.perf_counter() - started
+
+    def _rescale(self, unit: float) -> None:
+        """Gradients times `unit` and this rank's own loss scale."""
+        factor = np.float32(self._scale * unit)
+        if factor != 1:
+            with np.errstate(all="ignore"):
+                for gradient in self._gradients:
                     gradient *= factor
         self._gradients.clear()
-        self._seconds += time.perf_counter() - started
 
     def _told(self, stats: dict[str, Any]) -> Told:
         return Told({**stats, "seconds": {**stats["seconds"], "inside": self._seconds}})
@@ -129,7 +135,11 @@ class Delegate(_OnTwoLevels):
     So the mean over the delegates is the mean over the ranks, also of machines of different sizes.
     """
 
+    _lost: Exception | None = None  # what kept a member from getting the last mean
+
     def begin(self, comm: Communicator, loss_scale: float = 1.0) -> None:
+        if self._lost is not None:
+            raise self._lost
         super().begin(comm, loss_scale)
         self._unit = 1.0
         Reducer.begin(self, self._between)
@@ -146,15 +156,20 @@ class Delegate(_OnTwoLevels):
     def finish(self) -> Told:  # type: ignore[override]
         stats: dict[str, Any] = dict(super().finish().as_dict())
         news = {"stats": stats, "next": self.step, "unit": self._unit}
-        self._levels.inside.all_gather(np.frombuffer(json.dumps(news).encode(), np.uint8))
-        self._hand_out(self._unit)
+        try:
+            self._levels.inside.all_gather(np.frombuffer(json.dumps(news).encode(), np.uint8))
+            self._hand_out()
+        except (CommError, WireError) as error:
+            # All delegates have committed: this one goes along, and gives up before the next step.
+            self._lost = error.with_traceback(None)
+        self._rescale(self._unit)
         return self._told(stats)
 
     def _attend_for_all(self, notes: NDArray[np.uint8]) -> None:
         """A machine used what one of its ranks used, and is present if one of them is."""
         present = int(np.count_nonzero(notes[:, 0] & _JOINED == 0))
         by_present = bool(notes[0, 0] & _BY_PRESENT)
-        bits = np.unpackbits(np.bitwise_and.reduce(notes[:, 1:]), count=len(self.layout.names))
+        bits = np.unpackbits(np.bitwise_and.reduce(notes[:, 1:]), count=self._parameters)
         unused = np.flatnonzero(bits).tolist() if present else []
         if unused or not present or by_present:
             presence = "present" if present else "joined"
@@ -181,7 +196,8 @@ class Member(_OnTwoLevels):
     def finish(self) -> Told:  # type: ignore[override]
         heard, counts = self._levels.inside.all_gather(np.empty(0, np.uint8))
         news = json.loads(heard[: counts[0]].tobytes())
-        self._hand_out(news["unit"])
+        self._hand_out()
+        self._rescale(news["unit"])
         self.skip_to(news["next"])
         return self._told(news["stats"])
 
