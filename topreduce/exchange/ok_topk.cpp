@@ -160,7 +160,7 @@ class OkTopk final : public Exchange {
     visitor.number("ok_topk.due", due_);
     visitor.number("ok_topk.skew", skew_);
     visitor.number("ok_topk.agreed", agreed_);
-    regions_.visit("ok_topk.eighth", visitor);
+    regions_.visit("ok_topk.bound", visitor);
   }
 
  private:

@@ -17,8 +17,9 @@ namespace topreduce::exchange {
 ///
 /// Cutting parameters rather than buckets keeps owners independent of the bucket cut. Regions have
 /// equal widths until the ranks have told each other where their entries lie: then they hold about
-/// equally many. What is learnt are the eighths of each parameter's entries, averaged over the
-/// ranks; between them boundaries are interpolated, so it serves any number of ranks.
+/// equally many. What is learnt are the places that cut each parameter's entries into kParts equal
+/// parts, averaged over the ranks; between them boundaries are interpolated, so they serve any
+/// number of ranks.
 class Regions {
  public:
   struct Piece {
@@ -31,8 +32,8 @@ class Regions {
   /// A step starts: forget what was learnt but not committed.
   void begin() { learnt_ = kept_; }
 
-  /// Replaces `proposal` with the places that cut each parameter's entries into eighths; none for a
-  /// parameter with too few.
+  /// Replaces `proposal` with the places that cut each parameter's entries into equal
+  /// parts; none for a parameter with too few.
   void propose(std::span<const Segment> segments, const SparseVector& entries,
                SparseVector& proposal) const;
   /// Adopts the mean of all ranks' proposals, for this step and, once committed, for later ones.
@@ -46,7 +47,7 @@ class Regions {
   void visit(std::string_view name, StateVisitor& visitor);
 
  private:
-  static constexpr std::size_t kParts = 8;
+  static constexpr std::size_t kParts = 16;
   // [i][parameter]: where part i + 1 starts within the parameter. Whole numbers.
   using Bounds = std::array<std::vector<double>, kParts - 1>;
 
