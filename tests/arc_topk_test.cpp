@@ -172,7 +172,8 @@ class OnTheMean : public testing::TestWithParam<Trajectory> {
  protected:
   void expect_same_trajectory(const std::string& settings, bool exact) {
     const Layout layout = small_model();
-    const std::string spec = "arc_topk:feedback=" + std::string(GetParam().feedback) + settings;
+    const std::string spec =
+        "arc_topk:values=fp32,feedback=" + std::string(GetParam().feedback) + settings;
     Cluster three(3, layout, spec), one(1, layout, spec);
     const int steps = exact ? GetParam().exact_steps : 30;
     double worst = 0;
@@ -217,7 +218,7 @@ TEST_P(OnTheMean, ToRounding) {
 TEST(ArcTopK, SendsSketchesAndRowsAndNothingElse) {
   const Layout layout({{"conv", {9, 4, 3, 3}}, {"bias", {9}}, {"weight", {30, 17}}, {"scale", {}}});
   constexpr std::size_t kSketch = 3;
-  Cluster cluster(3, layout, "arc_topk:density=0.2,sketch=3");
+  Cluster cluster(3, layout, "arc_topk:density=0.2,values=fp32,sketch=3");
   for (int s = 0; s < 3; ++s) {
     const auto gradients =
         gradients_of(3, s, [&](int r, int step) { return heavy_tailed(r, step, layout); });
@@ -348,7 +349,7 @@ class Forging final : public Communicator {
 
 TEST(ArcTopK, RanksThatChoseOtherRowsFindOut) {
   const Layout layout = matrix_model(64, 48);
-  Cluster cluster(3, layout, "arc_topk:density=0.2");
+  Cluster cluster(3, layout, "arc_topk:density=0.2,values=fp32");
   const auto gradients =
       gradients_of(3, 0, [&](int r, int step) { return heavy_tailed(r, step, layout); });
   cluster.step(gradients, one_bucket(layout));

@@ -204,7 +204,7 @@ TEST_P(Attending, BucketCutsDoNotMatter) {
 
 TEST(RollCalls, TakeARoundOnlyIfSomeoneHasSomethingToSay) {
   const Layout layout = small_model();
-  Cluster cluster(3, layout, "topk:density=0.05,granularity=model");
+  Cluster cluster(3, layout, "topk:density=0.05,values=fp32,granularity=model");
   const auto gradients =
       gradients_of(3, 0, [&](int r, int step) { return integers(r, step, layout.size()); });
   std::vector<Attendance> attendance(3);
@@ -239,7 +239,7 @@ TEST(RollCalls, ManyParameters) {
 
 TEST(RollCalls, RanksThatDivideDifferentlyAreAllTold) {
   const Layout layout = small_model();
-  Cluster cluster(3, layout, "topk:density=0.05");
+  Cluster cluster(3, layout, "topk:density=0.05,values=fp32");
   Scene scene(layout, 3, 0);
   cluster.step(scene.gradients, three_buckets(layout), 1, {}, scene.attendance);
   const State before = state_of(cluster[1]);
@@ -280,7 +280,7 @@ class Severed final : public Communicator {
 
 TEST(RollCalls, AFailureInItLeavesNoTrace) {
   const Layout layout = small_model();
-  Cluster cluster(2, layout, "topk:density=0.05,granularity=model");
+  Cluster cluster(2, layout, "topk:density=0.05,values=fp32,granularity=model");
   const Scene first(layout, 2, 0), second(layout, 2, 1);
   cluster.step(first.gradients, one_bucket(layout), 1, {}, first.attendance);
   const State before = state_of(cluster[0]);

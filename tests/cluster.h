@@ -13,6 +13,7 @@
 
 #include "laws.h"
 #include "topreduce/comm/thread.h"
+#include "topreduce/pipeline.h"
 #include "topreduce/reducer.h"
 #include "topreduce/wire/values.h"
 
@@ -134,8 +135,7 @@ inline std::vector<std::size_t> places_in_memory(const Reducer& reducer) {
 
 /// Multiples of a scale are no whole numbers: their sums round in the last bits of a float.
 inline bool has_scales(const Reducer& reducer) {
-  const auto found = std::ranges::find(wire::kValuesNames, reducer.spec().settings.at("values"));
-  return wire::values_per_scale(static_cast<wire::Values>(found - wire::kValuesNames.begin())) > 1;
+  return wire::values_per_scale(Pipeline(reducer.layout(), reducer.spec()).values) > 1;
 }
 
 // ---- the cluster -------------------------------------------------------------------------------

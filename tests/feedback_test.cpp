@@ -40,7 +40,7 @@ INSTANTIATE_TEST_SUITE_P(All, Estimates,
 TEST_P(Estimates, TheReducedFormEqualsThePublishedOne) {
   const Layout layout = small_model();
   const std::size_t n = layout.size();
-  Cluster cluster(kRanks, layout, with("randk:density=0.2"));
+  Cluster cluster(kRanks, layout, with("randk:density=0.2,values=fp32"));
   Cluster mask(1, layout, "randk:density=0.2,feedback=none");  // draws the same places
   std::vector<std::vector<double>> h(kRanks), estimate(kRanks);
   std::vector<double> mean(n);
@@ -81,7 +81,7 @@ TEST_P(Estimates, KeepNoMoreBuffersThanTheyNeed) {
 // The first step that is voted through sends everything, whatever the density.
 TEST_P(Estimates, StartWithOneDenseStep) {
   const Layout layout = small_model();
-  for (const char* method : {"topk:density=0.05", "randk:density=0.05"}) {
+  for (const char* method : {"topk:density=0.05,values=fp32", "randk:density=0.05,values=fp32"}) {
     Cluster cluster(kRanks, layout, with(method)), dense(kRanks, layout, "dense");
     auto lost = gradients_at(0, layout);
     lost[1][7] = std::numeric_limits<float>::infinity();
@@ -99,7 +99,7 @@ TEST_P(Estimates, StartWithOneDenseStep) {
 // Distance from h to the estimate, known where a rank keeps its own.
 TEST_P(Estimates, OwedNormIsTheDistanceToTheEstimate) {
   const Layout layout = small_model();
-  Cluster cluster(kRanks, layout, with("topk:density=0.05,granularity=model"));
+  Cluster cluster(kRanks, layout, with("topk:density=0.05,values=fp32,granularity=model"));
   std::vector<std::vector<double>> h(kRanks);
   for (int s = 0; s < 10; ++s) {
     const auto gradients = gradients_at(s, layout);
@@ -124,7 +124,7 @@ TEST_P(Estimates, OwedNormIsTheDistanceToTheEstimate) {
 // Ranks that choose alone need estimates of their own: another form, so another start.
 TEST_P(Estimates, StartAnewWhenTheRanksBeginToChooseAlone) {
   const Layout layout = small_model();
-  Cluster cluster(kRanks, layout, with("topk:density=0.05,granularity=model"));
+  Cluster cluster(kRanks, layout, with("topk:density=0.05,values=fp32,granularity=model"));
   const auto budget = [&](int s) {
     return cluster.step(gradients_at(s, layout), one_bucket(layout))[0].stats.budget;
   };
@@ -164,7 +164,8 @@ INSTANTIATE_TEST_SUITE_P(Forms, Momentum, testing::Values("plain", "nesterov"));
 // steps of dense SGD with momentum.
 TEST_P(Momentum, OnlyDelaysTheStepsOfDenseSgd) {
   const Layout layout = small_model();
-  for (const char* method : {"topk:density=0.05", "randk:density=0.05", "ok_topk:density=0.05"}) {
+  for (const char* method : {"topk:density=0.05,values=fp32", "randk:density=0.05,values=fp32",
+                             "ok_topk:density=0.05,values=fp32"}) {
     Cluster cluster(kRanks, layout, with(method, ",masking=off"));
     std::vector<double> buffer(layout.size()), dense(layout.size()), got(layout.size());
     std::vector<Outcome> outcomes;
@@ -192,7 +193,7 @@ TEST_P(Momentum, OnlyDelaysTheStepsOfDenseSgd) {
 // Momentum factor masking: what is sent starts anew, all else gains speed.
 TEST_P(Momentum, MaskingStopsWhatWasSent) {
   const Layout layout = small_model();
-  Cluster cluster(1, layout, with("topk:density=0.05,granularity=model", ""));
+  Cluster cluster(1, layout, with("topk:density=0.05,values=fp32,granularity=model", ""));
   std::vector<double> buffer(layout.size());
   for (int s = 0; s < 20; ++s) {
     const auto gradients =
@@ -210,7 +211,7 @@ TEST_P(Momentum, MaskingStopsWhatWasSent) {
 // Dense steps mask nothing, so that compression can begin at any time.
 TEST_P(Momentum, DenseStepsAreSgdWithMomentum) {
   const Layout layout = small_model();
-  Cluster cluster(kRanks, layout, with("topk:density=0.05,warmup_steps=10", ""));
+  Cluster cluster(kRanks, layout, with("topk:density=0.05,values=fp32,warmup_steps=10", ""));
   std::vector<double> buffer(layout.size());
   for (int s = 0; s < 10; ++s) {
     const auto gradients = gradients_at(s, layout);

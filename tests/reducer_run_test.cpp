@@ -116,7 +116,8 @@ TEST_P(Run, WarmUpIsDense) {
 
 TEST(ReducerRun, RampFallsGeometrically) {
   const Layout layout = one_parameter(1000);
-  Cluster cluster(2, layout, "topk:density=0.01,granularity=model,warmup_steps=1,ramp_steps=3");
+  Cluster cluster(2, layout,
+                  "topk:density=0.01,values=fp32,granularity=model,warmup_steps=1,ramp_steps=3");
   const double densities[] = {1, std::pow(0.01, 0.25), 0.1, std::pow(0.01, 0.75), 0.01, 0.01};
   for (int s = 0; s < 6; ++s) {
     EXPECT_DOUBLE_EQ(cluster[0].density(), densities[s]);
@@ -147,7 +148,7 @@ TEST(ReducerRun, SkipsToTheStepOfOthers) {
 // Early in a ramp, with many ranks, everything costs less than what each rank would gather.
 TEST(ReducerRun, RampStaysDenseWhileThatIsCheaper) {
   const Layout layout = one_parameter(1000);
-  Cluster cluster(8, layout, "topk:density=0.01,granularity=model,ramp_steps=3");
+  Cluster cluster(8, layout, "topk:density=0.01,values=fp32,granularity=model,ramp_steps=3");
   const std::uint64_t budgets[] = {1000, 100, 32, 10};  // 316 entries from each would be more
   for (int s = 0; s < 4; ++s) {
     const auto outcomes = cluster.step(
@@ -174,7 +175,7 @@ TEST(ReducerRun, AverageIsAWholeStep) {
 
 TEST(ReducerRun, ConfigureKeepsWhatIsOwed) {
   const Layout layout = one_parameter(1000);
-  Cluster cluster(2, layout, "topk:density=0.05,granularity=model");
+  Cluster cluster(2, layout, "topk:density=0.05,values=fp32,granularity=model");
   const auto gradient = [&](int r, int step) { return heavy_tailed(r, step, layout); };
   for (int s = 0; s < 4; ++s) cluster.step(gradients_of(2, s, gradient), one_bucket(layout));
   const State before = state_of(cluster[0]);
@@ -190,7 +191,7 @@ TEST(ReducerRun, ConfigureKeepsWhatIsOwed) {
 }
 
 TEST(ReducerRun, ConfigureRefusesMistakesAndChangesNothing) {
-  Reducer reducer(small_model(), "topk:density=0.05");
+  Reducer reducer(small_model(), "topk:density=0.05,values=fp32");
   const State before = state_of(reducer);
   const std::string spec = to_string(reducer.spec());
   expect_error([&] { reducer.configure({"", {{"density", "7"}}}); }, {"density=7", "(0, 1]"});
@@ -208,7 +209,7 @@ TEST(ReducerRun, ConfigureRefusesMistakesAndChangesNothing) {
 // Ranks must meet again on what was changed on one of them.
 TEST(ReducerRun, ChangesAreComparedBeforeTheNextStep) {
   const Layout layout = one_parameter(100);
-  Cluster cluster(2, layout, "topk:density=0.05");
+  Cluster cluster(2, layout, "topk:density=0.05,values=fp32");
   cluster[1].configure({"", {{"density", "0.06"}}});
   expect_error(
       [&] {
@@ -221,7 +222,7 @@ TEST(ReducerRun, ChangesAreComparedBeforeTheNextStep) {
 
 TEST(ReducerRun, MistakesAreNamed) {
   const Layout layout({{"first", {2}}, {"second", {3}}});
-  Reducer reducer(layout, "topk:density=0.5");
+  Reducer reducer(layout, "topk:density=0.5,values=fp32");
   comm::Self comm;
   Floats gradient(5, 1.0f);
   const std::size_t both[] = {0, 1}, second[] = {1}, twice[] = {1, 1}, unknown[] = {2};

@@ -301,7 +301,7 @@ TEST_P(Models, DensityOneEqualsDense) {
 // A rank that has less than its budget sends what it has and nothing else.
 TEST(Reducer, SendsNoZeros) {
   const Layout layout = small_model();
-  Cluster cluster(2, layout, "topk:density=0.05,granularity=model");
+  Cluster cluster(2, layout, "topk:density=0.05,values=fp32,granularity=model");
   std::vector<Floats> gradients(2, Floats(layout.size()));
   gradients[0][3] = gradients[0][300] = 2;
   gradients[1][300] = -2;
@@ -318,7 +318,8 @@ TEST(Reducer, SendsNoZeros) {
 TEST(Reducer, TopkEqualsAPlainReading) {
   constexpr std::size_t kEntries = 400, k = 20;
   constexpr int kRanks = 3;
-  Cluster cluster(kRanks, one_parameter(kEntries), "topk:density=0.05,granularity=model");
+  Cluster cluster(kRanks, one_parameter(kEntries),
+                  "topk:density=0.05,values=fp32,granularity=model");
   std::vector<Floats> owed(kRanks, Floats(kEntries));
   for (int s = 0; s < kSteps; ++s) {
     const auto gradients =

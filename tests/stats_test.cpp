@@ -107,12 +107,12 @@ TEST_P(Stats, BytesFollowTheCostFormula) {
     const ExchangeEntry& entry = find_exchange(chosen.name);
     const auto exchange = entry.make({entry.name, entry.settings, chosen}, cluster[0].remembered());
     const auto dense = find_exchange("dense").make({"stats_test", {}, {}}, layout_);
-    const auto encoding = static_cast<wire::Values>(
-        std::ranges::find(wire::kValuesNames, spec.settings.at("values")) -
-        wire::kValuesNames.begin());
+    const Pipeline pipeline(layout_, spec);
     // Bytes of a value: what nobody remembers, and sketches, have 16 bits at least.
-    const double least = wire::bits_per_value(encoding) / 8;
-    const double most = wire::bits_per_value(wire::without_scales(encoding)) / 8;
+    const double least = wire::bits_per_value(pipeline.values) / 8;
+    const double most = std::max(wire::bits_per_value(wire::without_scales(pipeline.values)),
+                                 wire::bits_per_value(pipeline.unremembered)) /
+                        8;
     const auto n = static_cast<double>(cluster[0].remembered().size());
     const auto kept = static_cast<double>(layout_.size()) - n;
     for (int s = 0; s < 8; ++s) {
@@ -148,7 +148,7 @@ TEST_P(Stats, BytesFollowTheCostFormula) {
 // Known to the byte where the choice is known: one message to each peer.
 TEST(Stats, TopkSendsItsMessageToEveryPeer) {
   const Layout layout = one_parameter(20000);
-  Cluster cluster(3, layout, "topk:density=0.01,granularity=model");
+  Cluster cluster(3, layout, "topk:density=0.01,values=fp32,granularity=model");
   const auto gradients =
       gradients_of(3, 0, [&](int r, int step) { return heavy_tailed(r, step, layout); });
   const auto outcomes = cluster.step(gradients, one_bucket(layout));

@@ -54,10 +54,8 @@ Setting text(std::string_view name, std::string_view fallback, std::string_view 
 // The encodings of wire/message.h.
 std::string_view values_words() {
   static const std::string words = [] {
-    std::string all;
-    for (const std::string_view name : wire::kValuesNames) {
-      all += (all.empty() ? "" : "|") + std::string(name);
-    }
+    std::string all = "auto";
+    for (const std::string_view name : wire::kValuesNames) all += "|" + std::string(name);
     return all;
   }();
   return words;

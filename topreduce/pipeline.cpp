@@ -10,6 +10,8 @@
 namespace topreduce {
 namespace {
 
+using wire::Values;
+
 bool lists(std::span<const Setting> settings, std::string_view name) {
   return std::ranges::find(settings, name, &Setting::name) != settings.end();
 }
@@ -61,9 +63,9 @@ std::vector<std::string> kept_patterns(const Layout& layout, const std::string& 
   return patterns;
 }
 
-wire::Values to_values(std::string_view word) {
+Values to_values(std::string_view word) {
   const auto found = std::ranges::find(wire::kValuesNames, word);
-  return static_cast<wire::Values>(found - wire::kValuesNames.begin());
+  return static_cast<Values>(found - wire::kValuesNames.begin());
 }
 
 }  // namespace
@@ -112,7 +114,10 @@ Pipeline::Pipeline(const Layout& layout, const Spec& given) {
     density = 1;
   }
   granularity = settings.text("granularity") == "model" ? Granularity::model : Granularity::bucket;
-  values = to_values(settings.text("values"));
+  const std::string encoding = settings.text("values");
+  const bool coarse = density < 1 && feedback_spec.name != "none";
+  values = encoding != "auto" ? to_values(encoding) : coarse ? Values::int4 : Values::fp32;
+  unremembered = encoding != "auto" ? wire::without_scales(values) : Values::fp32;
   warmup_steps = settings.integer("warmup_steps");
   ramp_steps = settings.integer("ramp_steps");
   seed = settings.integer("seed");

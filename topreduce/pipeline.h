@@ -20,6 +20,7 @@ struct Pipeline {
   Choice choice = Choice::alone;  ///< of the exchange
   Granularity granularity = Granularity::bucket;
   wire::Values values = wire::Values::fp32;
+  wire::Values unremembered = wire::Values::fp32;  ///< where nobody owes what rounding took
   std::uint64_t warmup_steps = 0, ramp_steps = 0, seed = 0;
 
   /// Where a parameter of the whole layout lives: in `compressed` or in `kept`.

@@ -252,9 +252,8 @@ void Reducer::Inside::exchange(Parcel& parcel) {
   // Coarse values are for those who remember what rounding took.
   const feedback::Feedback& kept = memory(parcel);
   const bool remembers = kept.is_estimate() || !kept.base().empty();
-  const wire::Envelope envelope{
-      run, step, static_cast<std::uint32_t>(&parcel - parcels.data()), sight.size(),
-      remembers ? pipeline.values : wire::without_scales(pipeline.values)};
+  const wire::Envelope envelope{run, step, static_cast<std::uint32_t>(&parcel - parcels.data()),
+                                sight.size(), remembers ? pipeline.values : pipeline.unremembered};
   courier.open(envelope, sight,
                !parcel.seen.finite() ? Vote::no
                : roll.asks()         ? Vote::ask

@@ -609,25 +609,28 @@ def arc_choice(
     return order[:count]
 
 
-def owners(sizes: Sequence[int], eighths: Sequence[Sequence[int]], ranks: int) -> Places:
+PARTS = 16  # in which ranks tell each other where the entries of a parameter lie
+
+
+def owners(sizes: Sequence[int], bounds: Sequence[Sequence[int]], ranks: int) -> Places:
     """Who adds up each entry: of every parameter one region per rank, each time one rank further.
 
-    `eighths` cut a parameter into eight; between them the bounds of regions are interpolated.
+    `bounds` cut a parameter into PARTS; between them the bounds of regions are interpolated.
     """
     of_entries = []
-    for parameter, (size, inner) in enumerate(zip(sizes, eighths, strict=True)):
+    for parameter, (size, inner) in enumerate(zip(sizes, bounds, strict=True)):
         cuts = [0, *inner, size, size]
         owner = np.zeros(size, np.int64)
         for r in range(ranks):
-            whole, part = divmod(r * 8, ranks)
+            whole, part = divmod(r * PARTS, ranks)
             begin = cuts[whole] + (cuts[whole + 1] - cuts[whole]) * part // ranks
             owner[begin:] = (r + parameter) % ranks
         of_entries.append(owner)
     return np.concatenate([*of_entries, np.empty(0, np.int64)])
 
 
-def equal_eighths(sizes: Sequence[int]) -> list[list[int]]:
-    return [[size * i // 8 for i in range(1, 8)] for size in sizes]
+def equal_parts(sizes: Sequence[int]) -> list[list[int]]:
+    return [[size * i // PARTS for i in range(1, PARTS)] for size in sizes]
 
 
 def regions(sizes: Sequence[int], owner: Places) -> list[tuple[int, int, int]]:
@@ -678,7 +681,7 @@ def owe_rounding(settled: list[Floats], owner: Places, change: Floats, places: P
 
 def topk_dsa(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
     """The sum of all that was chosen, added up in regions of equal width (arXiv 1802.08021)."""
-    owner = owners(step.sizes, equal_eighths(step.sizes), len(pending))
+    owner = owners(step.sizes, equal_parts(step.sizes), len(pending))
     settled, exact, places = to_owners(pending, chosen, owner, step)
     total, there, change = from_owners(exact, places, owner, step)
     owe_rounding(settled, owner, change, places)
@@ -748,7 +751,7 @@ class OkTopk:
     threshold: float = 0.0
     last_k: float = 1.0
     due: bool = True
-    eighths: list[list[int]] = field(default_factory=list)
+    bounds: list[list[int]] = field(default_factory=list)
 
     def __call__(self, pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
         n = pending[0].size
@@ -756,11 +759,11 @@ class OkTopk:
         everything = k >= n
         cut = 0.0 if everything else self.threshold * math.pow(self.last_k / k, 0.3)
         exact = not everything and (self.due or step.number % self.period == 0)
-        eighths = self.eighths or equal_eighths(self.sizes)
-        if not self.eighths or step.number % self.tau == 0:
-            eighths = self.agreed(eighths, chosen)
+        bounds = self.bounds or equal_parts(self.sizes)
+        if not self.bounds or step.number % self.tau == 0:
+            bounds = self.agreed(bounds, chosen)
 
-        owner = owners(self.sizes, eighths, len(pending))
+        owner = owners(self.sizes, bounds, len(pending))
         sent, sums, places = to_owners(pending, chosen, owner, step)
         shown = places[np.abs(sums[places]) >= np.float32(0.75 * cut if exact else cut)]
         if exact and step.at_once:
@@ -777,7 +780,7 @@ class OkTopk:
             state = kth(seen[shown], k) if found else cut / 2, float(k), not found
         elif not everything:
             state = self.steered(cut, k, seen[kept])
-        self.next = *state, eighths
+        self.next = *state, bounds
 
         total = np.zeros_like(sums)
         total[kept] = seen[kept]
@@ -794,8 +797,8 @@ class OkTopk:
             voices = []
             for places in chosen:
                 mine = places[(places >= start) & (places < start + size)] - start
-                if mine.size >= 8:
-                    voices.append([int(mine[mine.size * i // 8]) for i in range(1, 8)])
+                if mine.size >= PARTS:
+                    voices.append([int(mine[mine.size * i // PARTS]) for i in range(1, PARTS)])
             sums = [sum(bounds) for bounds in zip(*voices, strict=True)]
             after.append([each // len(voices) for each in sums] or known)
         return after
@@ -809,7 +812,7 @@ class OkTopk:
         return cut, float(k), False
 
     def commit(self) -> None:
-        self.threshold, self.last_k, self.due, self.eighths = self.next
+        self.threshold, self.last_k, self.due, self.bounds = self.next
 
 
 def kth(values: Floats, k: int) -> float:
@@ -1232,8 +1235,12 @@ def simulate(
         SELECT[select](sizes, **accepted(SELECT[select], of_stages)) for _ in range(ranks) if select
     ]
     ok_topk = OkTopk(sizes, **accepted(OkTopk, of_stages))
+    unremembered = "fp32" if values == "auto" else without_scales(values)
+    if values == "auto":
+        values = "int4" if density < 1 and method != "dense" and feedback != "none" else "fp32"
     given = values
-    values = values if ranks > 1 else "fp32"  # alone, nothing travels
+    if ranks == 1:  # nothing travels
+        values = unremembered = "fp32"
     memory = FEEDBACK[feedback](ranks, n, exchange in TOGETHER, **(of_feedback or {}))
     compressed = [shape for name, shape in shapes if not is_kept_dense(name, keep_dense)]
     of_exchange = of_exchange or {}
@@ -1262,7 +1269,7 @@ def simulate(
             compressed,
             of_exchange,
             memory.remembers,
-            values if memory.remembers else without_scales(values),
+            values if memory.remembers else unremembered,
             sizes,
             granularity == "model",
         )
@@ -1282,7 +1289,7 @@ def simulate(
             keeps_state = exchange == "ok_topk" and not whole
             run = ok_topk if keeps_state else EXCHANGE["dense" if whole else exchange]
             delivery = run(pending, chosen, step)
-            rest = replace(step, sizes=[int(kept.sum())], values=without_scales(values))
+            rest = replace(step, sizes=[int(kept.sum())], values=unremembered)
             kept_delivery = dense([mine[kept] for mine in gradient], [], rest)
             delivered = delivery.delivered + kept_delivery.delivered
             mean[kept] = kept_delivery.total / np.float32(ranks) * np.float32(loss_scale)

@@ -126,7 +126,7 @@ def test_a_rank_that_has_joined_early_takes_part() -> None:
 
 def keep_the_laws_exactly(rank: Rank, name: str) -> None:
     ddp = DistributedDataParallel(Dictated(), bucket_cap_mb=0.002)
-    sync = attach(ddp, name, density=0.05)
+    sync = attach(ddp, name, density=0.05, values="fp32")
     for step in range(8):
         ddp.zero_grad()
         gradients = small_integers(ddp.module, rank.rank, step)
@@ -321,7 +321,9 @@ def test_channels_last() -> None:
 
 def warm_up(rank: Rank) -> list[float]:
     run, dense = Run(rank), Run(rank)
-    sync = attach(run.ddp, "topk, model", density=0.001, warmup_steps=3, ramp_steps=4)
+    sync = attach(
+        run.ddp, "topk, model", density=0.001, values="fp32", warmup_steps=3, ramp_steps=4
+    )
     attach(dense.ddp, "dense")
     for step in range(5):
         run.train(range(step, step + 1))

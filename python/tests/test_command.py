@@ -33,7 +33,7 @@ def test_methods_shows_all_of_the_catalog(capsys: pytest.CaptureFixture[str]) ->
             assert setting["default"] in words
             assert setting["meaning"] in words
     assert "(0, 1]" in words, "the range of the density"
-    assert "fp32 | bf16 | fp16" in words, "the choices for values"
+    assert "auto | fp32 | bf16" in words, "the choices for values"
     assert "[select=carried]" in words, "where a setting belongs"
 
 

@@ -35,7 +35,7 @@ def test_only_what_matters_travels(name: str, launcher: list[str], parameters: i
     assert found, output
     entries, sent = map(int, found[-1])
     assert 0.002 * parameters < entries < 0.03 * parameters
-    assert 2 * entries < sent < parameters
+    assert entries < sent < parameters
 
 
 def test_lightning_checkpoints_hold_what_every_rank_owes(tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ def test_a_wrong_loss_scale(scale: float) -> None:
         ({"density": "much"}, "density=much must be a number"),
         ({"density": np.nan}, "density=nan must be a number"),
         ({"granularity": "layer"}, "granularity=layer must be one of model"),
-        ({"values": "int3"}, "values=int3 must be one of fp32"),
+        ({"values": "int3"}, "values=int3 must be one of auto|fp32"),
         ({"seed": -1}, "seed=-1 must be a whole number"),
         ({"warmup_steps": 1.5}, "warmup_steps=1.5 must be a whole number"),
         ({"keep_dense": "norm*"}, "no parameter is called 'norm\\*'"),

@@ -53,7 +53,8 @@ def check(
     of_exchange: dict[str, Any] | None = None,
     **settings: Any,
 ) -> list[reference.Outcome]:
-    """Runs both and compares every step on every rank."""
+    """Runs both and compares every step on every rank; values are exact unless named."""
+    settings.setdefault("values", "fp32")
     expected = reference.simulate(
         method,
         shapes,
@@ -137,7 +138,7 @@ def test_rounding_stays_owed(method: str, granularity: str, values: str) -> None
     )
 
 
-@pytest.mark.parametrize("values", sorted(reference.BITS))
+@pytest.mark.parametrize("values", ["auto", *sorted(reference.BITS)])
 @pytest.mark.parametrize("granularity", ["model", "bucket"])
 @pytest.mark.parametrize("method", METHODS)
 def test_values_that_share_a_scale(method: str, granularity: str, values: str) -> None:
@@ -328,7 +329,7 @@ def test_every_stage_has_a_reading() -> None:
     assert {each["name"] for each in catalog["exchange"]} == reference.EXCHANGE.keys()
     assert {each["name"] for each in catalog["methods"]} == reference.METHODS.keys()
     values = next(each for each in catalog["settings"] if each["name"] == "values")
-    assert set(values["choices"].split("|")) == reference.VALUES
+    assert set(values["choices"].split("|")) == reference.VALUES | {"auto"}
 
 
 # Known answers of Random123 (Salmon et al. 2011).
