@@ -1,9 +1,10 @@
 """Bytes between the ranks of a DDP model, over a Gloo group of our own.
 
-Every call begins with a round of fixed size, so that ranks that are at different places of their
-program find out instead of reading past a buffer:
+Every call begins with a round that has room for any message but a long one. Gloo lets a rank send
+less than its peer has room for, and ends the process if it is more; so ranks that are at different
+places of their program find out instead of dying:
 
-    [ heading: lengths | the message, if all are short ]   ->   [ the messages, if one is long ]
+    [ heading: lengths | the message, unless it is long ]   ->   [ the messages, if one is long ]
 
 All ranks see all lengths, so all know whether there is a second round.
 """
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 _MAGIC = 0x746F7072656475  # "topredu"
 _HEADING = 4 * 8  # bytes, as int64: magic, number of the call, bytes to you, most bytes to anyone
-_SHORT = 1024  # bytes; at 100 Mb/s they take less time than a second round
+_ROOM = 1 << 20  # bytes; a second round takes little beside what is longer
 _SMALL_BUFFER = 1 << 16
 _WORD = b"word:"
 _STORE_PATIENCE = 2.0  # seconds; the machine that holds the store may be the one that died
@@ -73,6 +74,7 @@ class GroupCommunicator(Communicator):
         self.ledger, self.ledgers = self.rank, self.size
         self._buffers: dict[str, torch.Tensor] = {}
         self._used: dict[str, int] = {}  # bytes of each buffer, at most, since the last `trim`
+        self._headings = [np.empty(_HEADING, np.uint8) for _ in range(self.size)]
         self._store = _meet(group, timeout)
         self._gloo: Any = None
         if self.size > 1:
@@ -141,31 +143,32 @@ class GroupCommunicator(Communicator):
             return parts[0], [parts[0].size]
         self._calls += 1
         counts = [part.size for part in parts]
-        first = self._buffer("first out", self.size * (_HEADING + _SHORT))
-        rows = first.reshape(self.size, -1)
-        heading = rows[:, :_HEADING].view(np.int64)
-        heading[:] = (_MAGIC, self._calls, 0, max(counts))
-        heading[:, 2] = counts
-        for row, part in zip(rows, parts, strict=True):
-            if part.size <= _SHORT:
-                row[_HEADING:][: part.size] = part
-        first_in = self._buffer("first in", first.size)
-        self._transfer(first, first_in, [], [])
-        rows = first_in.reshape(self.size, -1)
-        incoming, largest = self._lengths(rows[:, :_HEADING].view(np.int64))
+        short = [part if part.size <= _ROOM else part[:0] for part in parts]
+        for piece, count in zip(self._headings, counts, strict=True):
+            piece.view(np.int64)[:] = (_MAGIC, self._calls, count, max(counts))
+        pieces = [piece for pair in zip(self._headings, short, strict=True) for piece in pair]
+        lengths = [_HEADING + part.size for part in short]
+        first = self._buffer("first out", sum(lengths))
+        np.concatenate(pieces, out=first)
+        room = [_HEADING + _ROOM] * self.size
+        room[self.rank] = lengths[self.rank]  # Gloo wants the same of what stays here
+        first_in = self._buffer("first in", sum(room))
+        self._transfer(first, first_in, lengths, room)
+        rows = np.split(first_in, np.cumsum(room)[:-1])
+        incoming, largest = self._lengths([row[:_HEADING].view(np.int64) for row in rows])
 
         received = self._buffer("received", sum(incoming))
-        if largest > _SHORT:
+        if largest > _ROOM:
             self._transfer(in_one_piece(), received, counts, incoming)
         else:
             messages = [row[_HEADING:][:n] for row, n in zip(rows, incoming, strict=True)]
             np.concatenate(messages, out=received)
         return received, incoming
 
-    def _lengths(self, headings: NDArray[np.int64]) -> tuple[list[int], int]:
+    def _lengths(self, headings: list[NDArray[np.int64]]) -> tuple[list[int], int]:
         """Bytes from each rank, and the most between any two ranks. Trusts no peer."""
         incoming, largest = [], 0
-        for peer, (magic, call, count, most) in enumerate(headings.tolist()):
+        for peer, (magic, call, count, most) in enumerate(map(np.ndarray.tolist, headings)):
             name = f"rank {self._names[peer]}"
             if magic != _MAGIC or not 0 <= count <= most < 1 << 48:
                 raise WireError(f"{self._where()}: a damaged or foreign message from {name}")
@@ -179,7 +182,7 @@ class GroupCommunicator(Communicator):
         return incoming, largest
 
     def _transfer(self, send: Bytes, out: Bytes, counts: list[int], out_counts: list[int]) -> None:
-        """One round; without counts, the same number of bytes to and from every rank."""
+        """One round: counts[r] bytes to rank r, at most out_counts[r] from it."""
         tensors = torch.from_numpy(out), torch.from_numpy(send)
         self._round(lambda: self._gloo.alltoall_base(*tensors, out_counts, counts).wait())
 
