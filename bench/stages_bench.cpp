@@ -29,7 +29,10 @@ class Step {
     for (auto& gradient : gradients_) fill(gradient);
     fill(spare_);
     for (std::size_t p = 0; p < kParameters; ++p) {
-      segments_.push_back({p, static_cast<Index>(layout_[p].offset), layout_[p].offset, {}});
+      segments_.push_back({.parameter = p,
+                           .start = static_cast<Index>(layout_[p].offset),
+                           .offset = layout_[p].offset,
+                           .count = layout_[p].size});
     }
     // One residual is looked at and holds a gradient's worth; the other one takes the commits.
     looked_at_ = make_residual();

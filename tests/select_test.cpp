@@ -40,7 +40,11 @@ class Chooser {
       Index start = 0;
       for (const std::size_t id : bucket) {
         const auto [name, shape, size, offset] = layout_[id];
-        segments.push_back({id, start, offset, std::span(gradient).subspan(offset, size)});
+        segments.push_back({.parameter = id,
+                            .start = start,
+                            .offset = offset,
+                            .count = size,
+                            .gradient = std::span(gradient).subspan(offset, size)});
         start += static_cast<Index>(size);
       }
       SparseVector selected;

@@ -3,6 +3,7 @@
 #include <span>
 #include <vector>
 
+#include "topreduce/device.h"
 #include "topreduce/kernels/kernels.h"
 #include "topreduce/sparse_vector.h"
 
@@ -13,10 +14,11 @@ struct Segment {
   std::size_t parameter = 0;  ///< its number among the parameters that share this memory
   Index start = 0;            ///< its first entry in the exchange's numbering
   std::size_t offset = 0;     ///< its first entry in the flat memory
-  std::span<float> gradient;  ///< the caller's
+  std::size_t count = 0;      ///< its entries
   std::size_t number = 0;     ///< the parameter's number in the whole layout
+  std::span<float> gradient;  ///< the caller's; empty if it is on a device
 
-  std::size_t size() const { return gradient.size(); }
+  std::size_t size() const { return count; }
 };
 
 /// How a memory with momentum moves on by itself between two steps; for those who foresee the next.
@@ -40,16 +42,32 @@ class Pending {
  public:
   Pending(std::span<const Segment> segments, std::span<const float> base, float scale,
           const Drift& drift = {});
+  /// On a device: its `open` vector.
+  Pending(std::span<const Segment> segments, Device& device, Device::Base base, float scale);
+
+  /// Null: all of it is in main memory. Otherwise `terms` and `gather` are not to be called.
+  Device* device() const { return device_; }
+  /// Makes a device open this vector; nothing otherwise.
+  void open() const {
+    if (device_ != nullptr) device_->open(segments_, on_device_, scale_);
+  }
 
   std::span<const Segment> segments() const { return segments_; }
   Index size() const { return size_; }
   float scale() const { return scale_; }
   const Drift& drift() const { return drift_; }
   /// The gradient alone: nothing remembered was added.
-  bool plain() const { return base_.empty(); }
+  bool plain() const {
+    return device_ != nullptr ? on_device_ == Device::Base::none : base_.empty();
+  }
 
   /// The terms of one segment: base + scale * gradient.
   kernels::Terms terms(const Segment& segment) const;
+
+  /// What a pass over all of it sees; on a device it must be open.
+  kernels::Seen survey() const;
+  /// All of it; on a device it must be open.
+  void evaluate(std::span<float> values) const;
 
   /// Replaces values.size() values with those at `indices` (ascending).
   void gather(std::span<const Index> indices, std::span<float> values) const;
@@ -59,6 +77,8 @@ class Pending {
   std::span<const float> base_;  // flat over all parameters; empty counts as zeros
   float scale_;
   Drift drift_;
+  Device* device_ = nullptr;
+  Device::Base on_device_ = Device::Base::none;
   Index size_ = 0;
 };
 

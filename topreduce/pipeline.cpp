@@ -158,6 +158,11 @@ Pipeline::Pipeline(const Layout& layout, const Spec& given) {
                 [](const auto& item) { return !lists(common_settings(), item.first); });
 }
 
+bool Pipeline::works_on_device() const {
+  if (choice == Choice::together) return false;
+  return !selector || selector->works_on_device(budget_at(0).exchanges);
+}
+
 double Pipeline::density_at(std::uint64_t step) const {
   if (step < warmup_steps) return 1;
   const std::uint64_t into = step - warmup_steps;

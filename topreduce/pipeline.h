@@ -15,6 +15,9 @@ struct Pipeline {
   double density_at(std::uint64_t step) const;
   select::Budget budget_at(std::uint64_t step) const;
 
+  /// Whether gradients may stay on a device, as far as choosing and exchanging go.
+  bool works_on_device() const;
+
   Spec spec;  ///< every setting, defaults included
   double density = 1;
   Choice choice = Choice::alone;  ///< of the exchange

@@ -50,6 +50,12 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
     agreed_ranks = 0;
   }
 
+  // The method or the device changed: where what is owed must live.
+  void settle_down() {
+    Device* const home = pipeline.works_on_device() ? device : nullptr;
+    on_device = pipeline.feedback->move_to(home) && home != nullptr;
+  }
+
   void begin(Communicator& communicator, float scale);
   void add(std::span<const std::size_t> parameters, std::span<float> gradient);
   void attend(const Attendance& attendance);
@@ -57,7 +63,7 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   void abandon() noexcept;
 
   Parcel& new_parcel(Home home);
-  void take_note(std::span<const std::size_t> parameters, std::span<float> gradient);
+  std::size_t take_note(std::span<const std::size_t> parameters);
   Regime regime_of_step() const;
   Pending pending(const Parcel& parcel) const;
   feedback::Feedback& memory(const Parcel& parcel);
@@ -71,6 +77,8 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   Pipeline pipeline;
   std::unique_ptr<exchange::Exchange> dense = find_exchange("dense").make({"dense", {}, {}}, {});
   std::unique_ptr<feedback::Feedback> none = find_feedback("none").make({"none", {}, {}}, {});
+  Device* device = nullptr;
+  bool on_device = false;  // gradients and what is owed
   Mode mode = Mode::compress;
   std::uint64_t step = 0;
   std::string description;
@@ -151,9 +159,8 @@ Parcel& Reducer::Inside::new_parcel(Home home) {
 
 // ---- buckets -----------------------------------------------------------------------------------
 
-// Checks a bucket and marks its parameters.
-void Reducer::Inside::take_note(std::span<const std::size_t> parameters,
-                                std::span<float> gradient) {
+// Checks a bucket and marks its parameters; returns how many entries they have.
+std::size_t Reducer::Inside::take_note(std::span<const std::size_t> parameters) {
   if (comm == nullptr) throw std::invalid_argument("add: no step is open; call begin first");
   std::size_t size = 0;
   for (const std::size_t id : parameters) {
@@ -168,14 +175,15 @@ void Reducer::Inside::take_note(std::span<const std::size_t> parameters,
     size += layout[id].size;
     --missing;
   }
-  if (size != gradient.size()) {
-    throw std::invalid_argument("add: the gradient has " + std::to_string(gradient.size()) +
-                                " entries, its parameters have " + std::to_string(size));
-  }
+  return size;
 }
 
 void Reducer::Inside::add(std::span<const std::size_t> parameters, std::span<float> gradient) {
-  take_note(parameters, gradient);
+  const std::size_t size = take_note(parameters);
+  if (!on_device && size != gradient.size()) {
+    throw std::invalid_argument("add: the gradient has " + std::to_string(gradient.size()) +
+                                " entries, its parameters have " + std::to_string(size));
+  }
   const bool now = pipeline.granularity == Granularity::bucket;
   const std::size_t first = now ? open_parcels : 0;
   if (now) {
@@ -188,7 +196,11 @@ void Reducer::Inside::add(std::span<const std::size_t> parameters, std::span<flo
     const bool kept = place.home == Home::kept;
     const Parameter& parameter = (kept ? pipeline.kept : pipeline.compressed)[place.parameter];
     parcels[first + (kept ? 1 : 0)].segments.push_back(
-        {place.parameter, 0, parameter.offset, gradient.subspan(start, parameter.size), id});
+        {.parameter = place.parameter,
+         .offset = parameter.offset,
+         .count = parameter.size,
+         .number = id,
+         .gradient = on_device ? gradient : gradient.subspan(start, parameter.size)});
     start += parameter.size;
   }
   if (now) {
@@ -214,6 +226,11 @@ void Reducer::Inside::attend(const Attendance& attendance) {
 Pending Reducer::Inside::pending(const Parcel& parcel) const {
   const bool restarts = regime == Regime::dense && pipeline.feedback->is_estimate();
   const bool remembers = parcel.home == Home::compressed && regime != Regime::bypass && !restarts;
+  if (on_device) {
+    const bool owes = remembers && pipeline.feedback->has_base();
+    return {parcel.segments, *device, owes ? Device::Base::owed : Device::Base::none,
+            1 / loss_scale};
+  }
   const std::span<const float> base =
       remembers ? pipeline.feedback->base() : std::span<const float>();
   const float scale = remembers ? pipeline.feedback->scale() : 1;
@@ -234,11 +251,10 @@ void Reducer::Inside::exchange(Parcel& parcel) {
   double looked = 0, chosen = 0;
   {
     Stopwatch watch(chosen);
+    sight.open();
     if (whole || !pipeline.selector) {
       Stopwatch look(looked);
-      for (const Segment& segment : parcel.segments) {
-        kernels::survey(sight.terms(segment), parcel.seen);
-      }
+      parcel.seen = sight.survey();
     } else {
       // Counts of a handful vary by more than `resize` foresees.
       parcel.selected.reserve(std::min<std::size_t>(sight.size(), 64));
@@ -251,7 +267,7 @@ void Reducer::Inside::exchange(Parcel& parcel) {
 
   // Coarse values are for those who remember what rounding took.
   const feedback::Feedback& kept = memory(parcel);
-  const bool remembers = kept.is_estimate() || !kept.base().empty();
+  const bool remembers = kept.is_estimate() || kept.has_base();
   const wire::Envelope envelope{run, step, static_cast<std::uint32_t>(&parcel - parcels.data()),
                                 sight.size(), remembers ? pipeline.values : pipeline.unremembered};
   courier.open(envelope, sight,
@@ -334,7 +350,7 @@ void Reducer::Inside::commit() {
   }
   if (energy > 0) {
     running.kept_energy = std::clamp(gone / energy, 0.0, 1.0);
-    const bool owes = regime != Regime::bypass && !pipeline.feedback->base().empty();
+    const bool owes = regime != Regime::bypass && pipeline.feedback->has_base();
     running.owed_norm = owes ? std::sqrt(std::max(0.0, energy - gone)) : 0;
   }
   ++step;
@@ -343,6 +359,7 @@ void Reducer::Inside::commit() {
 // As in plain DDP, everyone sees that the step is lost.
 void Reducer::Inside::spoil() {
   for (Parcel& parcel : std::span(parcels).first(open_parcels)) {
+    if (on_device) device->spoil(parcel.segments);
     for (const Segment& segment : parcel.segments) {
       std::ranges::fill(segment.gradient, std::numeric_limits<float>::quiet_NaN());
     }
@@ -375,11 +392,36 @@ void Reducer::begin(Communicator& comm, float loss_scale) {
 
 void Reducer::add(std::span<const std::size_t> parameters, std::span<float> gradient) {
   try {
+    if (inside_->on_device) {
+      throw std::invalid_argument("add: gradients must stay on the device, see on_device");
+    }
     inside_->add(parameters, gradient);
   } catch (...) {
     abandon();
     throw;
   }
+}
+
+void Reducer::add(std::span<const std::size_t> parameters) {
+  try {
+    if (!inside_->on_device) {
+      throw std::invalid_argument("add: gradients must come to main memory, see on_device");
+    }
+    inside_->add(parameters, {});
+  } catch (...) {
+    abandon();
+    throw;
+  }
+}
+
+void Reducer::use(Device* device) {
+  if (inside_->comm != nullptr) throw std::invalid_argument("use: a step is open");
+  inside_->device = device;
+  inside_->settle_down();
+}
+
+bool Reducer::on_device() const {
+  return inside_->on_device;
 }
 
 void Reducer::attend(const Attendance& attendance) {
@@ -443,6 +485,7 @@ void Reducer::configure(const Spec& changes) {
   if (same("exchange")) next.exchange = std::move(now.pipeline.exchange);
   now.pipeline = std::move(next);
   now.given = wanted;
+  now.settle_down();
   now.introduce();
 }
 

@@ -14,6 +14,8 @@
 
 namespace topreduce {
 
+class Device;
+
 /// Averages a model's gradients over the ranks, one step at a time.
 ///
 ///   reducer.begin(comm);
@@ -47,6 +49,9 @@ class TOPREDUCE_API Reducer {
   /// `gradient`, which must stay alive and untouched until `finish`. Every parameter once per step.
   void add(std::span<const std::size_t> parameters, std::span<float> gradient);
 
+  /// The same for gradients that the device of `use` holds; see `on_device`.
+  void add(std::span<const std::size_t> parameters);
+
   /// Says of the open step, before its last bucket, that this rank left parameters unused, or has
   /// run out of data. What no rank used is not delivered: its gradient and what is owed stay.
   void attend(const Attendance& attendance);
@@ -57,6 +62,13 @@ class TOPREDUCE_API Reducer {
 
   /// A whole step for a model whose gradients lie in one piece, in layout order.
   const StepStats& average(Communicator& comm, std::span<float> gradient);
+
+  /// From now on gradients live on `device`, which must outlive this; null: in main memory. Moves
+  /// what is owed there, if the method can work there. Not while a step is open.
+  void use(Device* device);
+  /// Whether gradients are to stay on the device; otherwise they must be handed over in main
+  /// memory. `configure` may change it.
+  bool on_device() const;
 
   /// Drops an open step, as an exception does.
   void abandon() noexcept;

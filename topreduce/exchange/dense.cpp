@@ -18,10 +18,7 @@ class Dense final : public Exchange {
     delivery.extent = Delivery::Extent::whole;
     delivery.dense_sum.resize(pending.size());
     delivery.dense_settled.resize(courier.rounds_values() ? pending.size() : 0);
-    for (const Segment& segment : pending.segments()) {
-      kernels::evaluate(pending.terms(segment),
-                        std::span(delivery.dense_sum).subspan(segment.start, segment.size()));
-    }
+    pending.evaluate(delivery.dense_sum);
     courier.all_reduce(pending, {}, delivery.dense_sum, delivery.dense_settled);
   }
 

@@ -20,6 +20,8 @@ class Feedback {
 
   /// Flat over the model, or empty for zeros.
   virtual std::span<const float> base() const = 0;
+  /// Whether it has a base, be it here or on a device.
+  virtual bool has_base() const { return !base().empty(); }
   virtual float scale() const { return 1; }
 
   /// How it moves on by itself.
@@ -39,6 +41,10 @@ class Feedback {
   /// how much the energy of `pending` went down.
   virtual double commit(const Pending& pending, const exchange::Delivery& delivery, int ranks,
                         float unit) = 0;
+
+  /// Moves what it remembers to `device`, null for main memory, where `base` then shows it. False,
+  /// and no change, if it cannot live on a device.
+  virtual bool move_to(Device* device) { return device == nullptr; }
 
   virtual void visit(StateVisitor& visitor) = 0;
 };

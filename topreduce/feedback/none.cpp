@@ -3,6 +3,7 @@
 
 #include "topreduce/catalog.h"
 #include "topreduce/feedback/blocks.h"
+#include "topreduce/feedback/on_device.h"
 
 namespace topreduce::feedback {
 namespace {
@@ -13,6 +14,7 @@ class None final : public Feedback {
 
   double commit(const Pending& pending, const exchange::Delivery& delivery, int ranks,
                 float unit) override {
+    if (pending.device() != nullptr) return commit_on_device(pending, delivery, ranks, unit);
     const auto divisor = static_cast<float>(ranks);
     double gone = 0;
     Cursor settled(delivery.settled), sum(delivery.sum);
@@ -35,6 +37,8 @@ class None final : public Feedback {
     });
     return gone;
   }
+
+  bool move_to(Device*) override { return true; }
 
   void visit(StateVisitor&) override {}
 };

@@ -4,18 +4,27 @@
 
 #include "topreduce/catalog.h"
 #include "topreduce/feedback/blocks.h"
+#include "topreduce/feedback/on_device.h"
 
 namespace topreduce::feedback {
 namespace {
 
 class Residual final : public Feedback {
  public:
-  explicit Residual(std::size_t entries) : owed_(entries) {}
+  explicit Residual(std::size_t entries) : entries_(entries), owed_(entries) {}
 
-  std::span<const float> base() const override { return owed_; }
+  std::span<const float> base() const override {
+    return device_ == nullptr ? std::span<const float>(owed_) : std::span<const float>();
+  }
+  bool has_base() const override { return entries_ > 0; }
+  std::span<const float> owed() const override {
+    fetch();
+    return owed_;
+  }
 
   double commit(const Pending& pending, const exchange::Delivery& delivery, int ranks,
                 float unit) override {
+    if (pending.device() != nullptr) return commit_on_device(pending, delivery, ranks, unit);
     const auto divisor = static_cast<float>(ranks);
     double gone = 0;
     Cursor settled(delivery.settled), sum(delivery.sum);
@@ -44,10 +53,36 @@ class Residual final : public Feedback {
     return gone;
   }
 
-  void visit(StateVisitor& visitor) override { visitor.entries("owed", owed_); }
+  bool move_to(Device* device) override {
+    if (device == device_) return true;
+    fetch();
+    if (device != nullptr) device->write(owed_);
+    if (device_ != nullptr) device_->write({});
+    device_ = device;
+    drop_copy();
+    return true;
+  }
+
+  void visit(StateVisitor& visitor) override {
+    fetch();
+    visitor.entries("owed", owed_);
+    if (device_ != nullptr) device_->write(owed_);
+    drop_copy();
+  }
 
  private:
-  Zeros<float> owed_;
+  void fetch() const {
+    if (device_ == nullptr) return;
+    owed_.resize(entries_);
+    device_->read(owed_);
+  }
+  void drop_copy() {
+    if (device_ != nullptr) owed_ = Zeros<float>();
+  }
+
+  std::size_t entries_;
+  mutable Zeros<float> owed_;  // a copy, while anyone looks, of what is on the device
+  Device* device_ = nullptr;
 };
 
 }  // namespace

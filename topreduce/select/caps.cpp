@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "topreduce/random.h"
+#include "topreduce/select/strongest.h"
 
 namespace topreduce::select {
 
@@ -38,6 +39,19 @@ void Caps::begin(const Budget& budget, Threshold threshold) {
 
 double Caps::sent() const {
   return std::accumulate(sent_.begin(), sent_.end(), 0.0);
+}
+
+void Caps::choose_on_device(const Pending& pending, float floor, SparseVector& selected) {
+  limits_.clear();
+  for (const Segment& segment : pending.segments()) limits_.push_back(caps_[segment.parameter]);
+  pending.device()->strongest(std::max(floor, kNonZero), limits_, selected);
+  for (const Segment& segment : pending.segments()) {
+    const auto place = [&](std::size_t index) {
+      return std::ranges::lower_bound(selected.indices, static_cast<Index>(index));
+    };
+    const auto count = place(segment.start + segment.size()) - place(segment.start);
+    note(segment.parameter, static_cast<std::size_t>(count));
+  }
 }
 
 void Caps::commit() {

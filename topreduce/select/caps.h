@@ -25,6 +25,10 @@ class Caps {
   }
   double sent() const;  ///< in this step so far
 
+  /// Replaces `selected` with the strongest entries of each parameter from `floor` up, as many as
+  /// its cap allows, and notes them. On a device.
+  void choose_on_device(const Pending& pending, float floor, SparseVector& selected);
+
   void commit();
   void visit(std::string_view name, StateVisitor& visitor) { visitor.parameters(name, shares_); }
 
@@ -33,6 +37,7 @@ class Caps {
   std::vector<double> shares_;     // what each sent lately
   std::vector<double> sent_;       // what each sends in this step
   std::vector<std::size_t> caps_;  // the most each may send in this step
+  std::vector<std::size_t> limits_;
 };
 
 }  // namespace topreduce::select

@@ -40,6 +40,8 @@ class Carried final : public Selector {
     foresight_.commit(foreseen > 0 ? foreseen * bias_ : foresight_.cut());
   }
 
+  bool works_on_device(Budget::Exchanges) const override { return true; }
+
   void visit(StateVisitor& visitor) override {
     foresight_.visit(visitor);
     visitor.number("carried.bias", bias_);

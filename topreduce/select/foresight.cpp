@@ -28,6 +28,12 @@ void Foresight::begin(const Budget& budget) {
 void Foresight::choose(const Pending& pending, SparseVector& selected, kernels::Seen& seen,
                        double& look_seconds) {
   selected.clear();
+  if (pending.device() != nullptr) {
+    Stopwatch watch(look_seconds);
+    seen = pending.survey();
+    if (seen.finite()) choose_on_device(pending, selected);
+    return;
+  }
   seen = {};
   for (const Segment& segment : pending.segments()) {
     const kernels::Terms terms = pending.terms(segment);
@@ -42,6 +48,21 @@ void Foresight::choose(const Pending& pending, SparseVector& selected, kernels::
       sample_.foresee(segment.offset, terms, none ? kNever : weakest, pending.drift());
     }
   }
+}
+
+void Foresight::choose_on_device(const Pending& pending, SparseVector& selected) {
+  caps_.choose_on_device(pending, cut_, selected);
+  cuts_.clear();
+  std::size_t next = 0;
+  for (const Segment& segment : pending.segments()) {
+    float weakest = kNever;
+    const std::size_t end = segment.start + segment.size();
+    for (; next < selected.size() && selected.indices[next] < end; ++next) {
+      weakest = std::min(weakest, std::abs(selected.values[next]));
+    }
+    cuts_.push_back(cut_ > 0 ? cut_ : weakest);
+  }
+  sample_.foresee_on_device(pending, cuts_);
 }
 
 void Foresight::look(const Segment& segment, const Pending& pending, kernels::Seen& seen,

@@ -37,6 +37,7 @@ class Foresight {
  private:
   void look(const Segment& segment, const Pending& pending, kernels::Seen& seen,
             double& look_seconds);
+  void choose_on_device(const Pending& pending, SparseVector& selected);
 
   std::string name_;
   Budget budget_;
@@ -46,6 +47,7 @@ class Foresight {
   double last_k_ = 1;
   Strongest strongest_;
   Sample sample_;
+  std::vector<float> cuts_;  // by segment
 };
 
 }  // namespace topreduce::select

@@ -79,6 +79,8 @@ class Reused final : public Selector {
     due_ = count_ < last_k_ / kFarOff || count_ >= last_k_ * kFarOff ? 1 : 0;
   }
 
+  bool works_on_device(Budget::Exchanges) const override { return true; }
+
   void visit(StateVisitor& visitor) override {
     visitor.number("reused.threshold", threshold_);
     visitor.number("reused.budget", last_k_);
@@ -93,9 +95,7 @@ class Reused final : public Selector {
   void look(const Pending& pending, std::size_t limit, float floor, kernels::Seen& seen) {
     seen = {};
     strongest_.begin(limit, floor);
-    for (const Segment& segment : pending.segments()) {
-      strongest_.look(pending.terms(segment), segment.start, seen);
-    }
+    strongest_.look(pending, seen);
   }
 
   void choose_exactly(const Pending& pending, SparseVector& selected, kernels::Seen& seen,
@@ -135,12 +135,21 @@ class Reused final : public Selector {
 
   void choose_in_bucket(const Pending& pending, SparseVector& selected, kernels::Seen& seen,
                         double& look_seconds) {
+    const float cut = sends_all() ? kNonZero : static_cast<float>(cut_);
+    if (pending.device() != nullptr) {
+      Stopwatch watch(look_seconds);
+      seen = pending.survey();
+      if (!seen.finite()) return;
+      caps_.choose_on_device(pending, cut, selected);
+      kernels::Seen again;
+      if (exact_ && !sends_all()) ranking_.look(pending, again);
+      return;
+    }
     seen = {};
     for (const Segment& segment : pending.segments()) {
       const kernels::Terms terms = pending.terms(segment);
       {
         Stopwatch watch(look_seconds);
-        const float cut = sends_all() ? kNonZero : static_cast<float>(cut_);
         strongest_.begin(caps_[segment.parameter], cut);
         strongest_.look(terms, segment.start, seen);
         kernels::Seen again;

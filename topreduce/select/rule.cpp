@@ -53,6 +53,11 @@ class RuleSelector final : public Selector {
     foresight_.commit(threshold);
   }
 
+  // A rule for the whole model looks at all of it; when buckets come it looks at a sample.
+  bool works_on_device(Budget::Exchanges exchanges) const override {
+    return exchanges == Budget::Exchanges::many;
+  }
+
   void visit(StateVisitor& visitor) override { foresight_.visit(visitor); }
 
  private:

@@ -27,9 +27,47 @@ void Sample::foresee(std::size_t offset, const kernels::Terms& terms, float cut,
     if (!drift.velocity.empty() && !(sent && drift.sent == Drift::Sent::stop)) {
       left += drift.at(offset + i, gradient);
     }
-    const std::size_t place = (offset + i) / stride_;
-    values_[place] = place % 2 == 0 ? left + gradient : left - gradient;
+    note(offset + i, left, gradient);
   }
+}
+
+void Sample::note(std::size_t place, float left, float gradient) {
+  const std::size_t number = place / stride_;
+  values_[number] = number % 2 == 0 ? left + gradient : left - gradient;
+}
+
+template <class Visit>
+void Sample::visit_on_device(const Pending& pending, Visit&& visit) {
+  firsts_.clear();
+  for (const Segment& segment : pending.segments()) {
+    firsts_.push_back(first_place(segment.offset));
+  }
+  pending.device()->sample(firsts_, stride_, sampled_, gradients_);
+  std::size_t next = 0, number = 0;
+  for (const Segment& segment : pending.segments()) {
+    for (std::size_t i = firsts_[number]; i < segment.size(); i += stride_, ++next) {
+      visit(number, segment.offset + i, sampled_[next], gradients_[next]);
+    }
+    ++number;
+  }
+}
+
+void Sample::take(const Pending& pending) {
+  if (pending.device() != nullptr) {
+    return visit_on_device(pending, [&](std::size_t, std::size_t place, float x, float) {
+      values_[place / stride_] = x;
+    });
+  }
+  for (const Segment& segment : pending.segments()) {
+    take(segment.offset, pending.terms(segment));
+  }
+}
+
+void Sample::foresee_on_device(const Pending& pending, std::span<const float> cuts) {
+  visit_on_device(pending, [&](std::size_t segment, std::size_t place, float x, float gradient) {
+    const bool sent = std::abs(x) >= cuts[segment];
+    note(place, pending.plain() || sent ? 0 : x, gradient);
+  });
 }
 
 float Sample::kth_magnitude(std::size_t k, double deviations) const {

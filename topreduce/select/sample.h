@@ -19,6 +19,12 @@ class Sample {
   /// what is left and what drifts there, plus or minus this step's gradient by turns.
   void foresee(std::size_t offset, const kernels::Terms& terms, float cut, const Drift& drift);
 
+  /// `take` for all of `pending`, which may be on a device.
+  void take(const Pending& pending);
+  /// `foresee` for all of `pending` on a device, where nothing drifts. `cuts`: one for each
+  /// segment.
+  void foresee_on_device(const Pending& pending, std::span<const float> cuts);
+
   /// A guess of the k-th largest magnitude of all entries, low enough that about `deviations`
   /// standard deviations of the sampling error lie between it and the truth. 0 if it cannot tell.
   float kth_magnitude(std::size_t k, double deviations) const;
@@ -32,8 +38,15 @@ class Sample {
     return (stride_ - offset % stride_) % stride_;
   }
 
+  void note(std::size_t place, float left, float gradient);
+  // visit(segment, place in the flat memory, x, scaled gradient)
+  template <class Visit>
+  void visit_on_device(const Pending& pending, Visit&& visit);
+
   std::size_t stride_ = 1;
   Buffer<float> values_;
+  std::vector<std::size_t> firsts_;
+  Buffer<float> sampled_, gradients_;
 };
 
 }  // namespace topreduce::select

@@ -39,6 +39,9 @@ class Selector {
   /// The step's exchanges went through on every rank: adopt what this step taught.
   virtual void commit() = 0;
 
+  /// Whether it can choose on a device, where no pass of its own over the entries is possible.
+  virtual bool works_on_device(Budget::Exchanges) const { return false; }
+
   /// Shows every value that the next step depends on.
   virtual void visit(StateVisitor& visitor) = 0;
 };

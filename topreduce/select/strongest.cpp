@@ -18,14 +18,39 @@ void Strongest::begin(std::size_t limit, float floor) {
   count_ = 0;
 }
 
+void Strongest::look(const Pending& pending, kernels::Seen& seen) {
+  if (pending.device() != nullptr) {
+    seen = pending.survey();
+    if (seen.finite() && limit_ > 0) look_on_device(*pending.device());
+    return;
+  }
+  for (const Segment& segment : pending.segments()) {
+    look(pending.terms(segment), segment.start, seen);
+  }
+}
+
+void Strongest::look_on_device(Device& device) {
+  cut_if_many();
+  device.strongest(floor_, {&limit_, 1}, found_);
+  candidates_.resize(count_ + found_.size());
+  const auto end = static_cast<std::ptrdiff_t>(count_);
+  std::ranges::copy(found_.indices, candidates_.indices.begin() + end);
+  std::ranges::copy(found_.values, candidates_.values.begin() + end);
+  count_ += found_.size();
+}
+
+// Later entries of the same magnitude lose the tie, so only stronger ones matter from here.
+void Strongest::cut_if_many() {
+  if (count_ > 2 * limit_ + kMinimumRoom) {
+    floor_ = std::nextafter(cut(), std::numeric_limits<float>::infinity());
+  }
+}
+
 void Strongest::look(const kernels::Terms& terms, Index first, kernels::Seen& seen) {
   if (limit_ == 0) return kernels::survey(terms, seen);
   for (std::size_t start = 0; start < terms.size(); start += kBlock) {
     const std::size_t block = std::min(kBlock, terms.size() - start);
-    if (count_ > 2 * limit_ + kMinimumRoom) {
-      // Later entries of the same magnitude lose the tie, so only stronger ones matter from here.
-      floor_ = std::nextafter(cut(), std::numeric_limits<float>::infinity());
-    }
+    cut_if_many();
     if (candidates_.size() < count_ + block + kernels::kCollectSlack) {
       candidates_.resize(count_ + block + kernels::kCollectSlack);
     }

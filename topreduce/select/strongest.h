@@ -1,7 +1,6 @@
 #pragma once
 
-#include "topreduce/kernels/kernels.h"
-#include "topreduce/sparse_vector.h"
+#include "topreduce/pending.h"
 
 namespace topreduce::select {
 
@@ -20,6 +19,9 @@ class Strongest {
   /// Looks at more entries; their indices, counted from `first`, follow all earlier ones.
   void look(const kernels::Terms& terms, Index first, kernels::Seen& seen);
 
+  /// The same for all of `pending`, which may be on a device.
+  void look(const Pending& pending, kernels::Seen& seen);
+
   /// Candidates held now; at least min(limit, entries above the first floor).
   std::size_t size() const { return count_; }
 
@@ -29,11 +31,13 @@ class Strongest {
 
  private:
   float cut();  // to the limit
+  void cut_if_many();
+  void look_on_device(Device& device);
 
   std::size_t limit_ = 0;
   float floor_ = 0;
   std::size_t count_ = 0;
-  SparseVector candidates_;
+  SparseVector candidates_, found_;
 };
 
 }  // namespace topreduce::select

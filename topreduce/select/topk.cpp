@@ -41,6 +41,8 @@ class TopK final : public Selector {
     if (next_cut_ > 0) cut_ = next_cut_;
   }
 
+  bool works_on_device(Budget::Exchanges) const override { return true; }
+
   void visit(StateVisitor& visitor) override {
     visitor.number("topk.cut", cut_);
     visitor.number("topk.slack", slack_);
@@ -55,9 +57,7 @@ class TopK final : public Selector {
       if (strongest_.size() >= k || !seen.finite()) return;
     }
     sample_.begin(budget_.model, kSampleSize);
-    for (const Segment& segment : pending.segments()) {
-      sample_.take(segment.offset, pending.terms(segment));
-    }
+    sample_.take(pending);
     const float guess = sample_.kth_magnitude(k, 4);
     collect(pending, guess, seen);
     if (strongest_.size() < k && guess > kNonZero) collect(pending, kNonZero, seen);
@@ -66,9 +66,7 @@ class TopK final : public Selector {
   void collect(const Pending& pending, float floor, kernels::Seen& seen) {
     seen = {};
     strongest_.begin(budget_.entries, floor);
-    for (const Segment& segment : pending.segments()) {
-      strongest_.look(pending.terms(segment), segment.start, seen);
-    }
+    strongest_.look(pending, seen);
   }
 
   Budget budget_;

@@ -1,0 +1,181 @@
+// Gradients on a device: one that does just what device.h says gives the bits of main memory, with
+// every row that can work there. (Those of torch are compared in python/tests/test_device.py.)
+
+#include "topreduce/device.h"
+
+#include <cmath>
+#include <limits>
+#include <map>
+
+#include "cluster.h"
+#include "topreduce/pending.h"
+
+namespace topreduce::laws {
+namespace {
+
+class PlainDevice final : public Device {
+ public:
+  std::map<std::size_t, Floats> gradients;  // by number of the parameter
+
+  void open(std::span<const Segment> segments, Base base, float scale) override {
+    segments_.assign(segments.begin(), segments.end());
+    base_ = base;
+    scaled_.clear();
+    x_.clear();
+    for (const Segment& segment : segments) {
+      for (std::size_t i = 0; i < segment.size(); ++i) {
+        scaled_.push_back(scale * gradients.at(segment.number)[i]);
+        const bool owes = base == Base::owed;
+        x_.push_back(owes ? owed_[segment.offset + i] + scaled_.back() : scaled_.back());
+      }
+    }
+  }
+  kernels::Seen survey() override {
+    kernels::Seen seen;
+    kernels::scalar::survey({{}, x_, 1}, seen);
+    return seen;
+  }
+  void strongest(float floor, std::span<const std::size_t> limits,
+                 SparseVector& selected) override {
+    selected.clear();
+    std::size_t first = 0;
+    for (std::size_t s = 0; s < limits.size(); ++s) {
+      const std::size_t end = limits.size() == 1 ? x_.size() : first + segments_[s].size();
+      std::vector<std::size_t> places;
+      for (std::size_t i = first; i < end; ++i) {
+        if (std::abs(x_[i]) >= floor) places.push_back(i);
+      }
+      std::ranges::stable_sort(places, std::greater<>(),
+                               [&](std::size_t i) { return std::abs(x_[i]); });
+      places.resize(std::min(places.size(), limits[s]));
+      std::ranges::sort(places);
+      for (const std::size_t i : places) selected.push_back(static_cast<Index>(i), x_[i]);
+      first = end;
+    }
+  }
+  void sample(std::span<const std::size_t> firsts, std::size_t stride, Buffer<float>& values,
+              Buffer<float>& sampled) override {
+    values.clear();
+    sampled.clear();
+    std::size_t first = 0;
+    for (std::size_t s = 0; s < firsts.size(); ++s) {
+      for (std::size_t i = firsts[s]; i < segments_[s].size(); i += stride) {
+        values.push_back(x_[first + i]);
+        sampled.push_back(scaled_[first + i]);
+      }
+      first += segments_[s].size();
+    }
+  }
+  void evaluate(std::span<float> values) override { std::ranges::copy(x_, values.begin()); }
+  double commit(const SparseVector& settled, const SparseVector& mean) override {
+    Floats all(x_.size()), means(x_.size());
+    for (std::size_t i = 0; i < settled.size(); ++i) all[settled.indices[i]] = settled.values[i];
+    for (std::size_t i = 0; i < mean.size(); ++i) means[mean.indices[i]] = mean.values[i];
+    return commit_whole(all, means);
+  }
+  double commit_whole(std::span<const float> settled, std::span<const float> mean) override {
+    double gone = 0;
+    std::size_t next = 0;
+    for (const Segment& segment : segments_) {
+      for (std::size_t i = 0; i < segment.size(); ++i, ++next) {
+        const float left = x_[next] - (settled.empty() ? x_[next] : settled[next]);
+        gone += static_cast<double>(x_[next]) * x_[next] - static_cast<double>(left) * left;
+        if (base_ == Base::owed) owed_[segment.offset + i] = left;
+        gradients.at(segment.number)[i] = mean[next];
+      }
+    }
+    return gone;
+  }
+  void spoil(std::span<const Segment> segments) override {
+    for (const Segment& segment : segments) {
+      std::ranges::fill(gradients.at(segment.number), std::numeric_limits<float>::quiet_NaN());
+    }
+  }
+  void read(std::span<float> owed) override { std::ranges::copy(owed_, owed.begin()); }
+  void write(std::span<const float> owed) override { owed_.assign(owed.begin(), owed.end()); }
+
+ private:
+  std::vector<Segment> segments_;
+  Base base_ = Base::none;
+  Floats owed_, scaled_, x_;
+};
+
+class OnDevice : public testing::TestWithParam<const char*> {
+ protected:
+  /// A step of `cluster`, whose reducers use `devices`.
+  static std::vector<Outcome> step(Cluster& cluster, std::span<PlainDevice> devices,
+                                   const std::vector<Floats>& gradients, const Cut& cut,
+                                   float loss_scale) {
+    return meet(cluster.reducers(), [&](Reducer& reducer, Communicator& comm) {
+      const auto rank = static_cast<std::size_t>(comm.rank());
+      PlainDevice& device = devices[rank];
+      for (std::size_t id = 0; id < reducer.layout().count(); ++id) {
+        const Parameter& parameter = reducer.layout()[id];
+        const auto first = gradients[rank].begin() + static_cast<std::ptrdiff_t>(parameter.offset);
+        device.gradients[id].assign(first, first + static_cast<std::ptrdiff_t>(parameter.size));
+      }
+      Outcome outcome;
+      reducer.begin(comm, loss_scale);
+      for (const auto& bucket : cut) reducer.add(bucket);
+      outcome.stats = reducer.finish();
+      for (const auto& [id, mean] : device.gradients) {
+        outcome.gradient.insert(outcome.gradient.end(), mean.begin(), mean.end());
+      }
+      outcome.state = state_of(reducer);
+      return outcome;
+    });
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Rows, OnDevice, testing::ValuesIn(kRows),
+                         [](const auto& test) { return name_of(test.param); });
+
+TEST_P(OnDevice, GivesTheBitsOfMainMemory) {
+  const Layout layout = small_model();
+  const auto cuts = all_cuts(layout);
+  const int ranks = 3;
+  Cluster here(ranks, layout, GetParam()), there(ranks, layout, GetParam());
+  std::vector<PlainDevice> devices(static_cast<std::size_t>(ranks));
+  for (int r = 0; r < ranks; ++r) there[r].use(&devices[static_cast<std::size_t>(r)]);
+  if (!there[0].on_device()) return;
+  for (int s = 0; s < 8; ++s) {
+    auto gradients = gradients_of(ranks, s, [&](int rank, int at) {
+      return at % 2 == 0 ? integers(rank, at, layout.size()) : heavy_tailed(rank, at, layout);
+    });
+    if (s == 5) gradients.back()[40] = std::numeric_limits<float>::infinity();
+    const Cut& cut = cuts[static_cast<std::size_t>(s) % cuts.size()];
+    const float scale = s % 3 == 0 ? 1 : 24;
+    const auto want = here.step(gradients, cut, scale);
+    const auto got = step(there, devices, gradients, cut, scale);
+    for (std::size_t r = 0; r < got.size(); ++r) {
+      ASSERT_EQ(got[r].stats.finite, s != 5);
+      ASSERT_EQ(got[r].stats.selected, want[r].stats.selected);
+      ASSERT_EQ(got[r].stats.bytes_sent, want[r].stats.bytes_sent);
+      ASSERT_NEAR(got[r].stats.kept_energy, want[r].stats.kept_energy, 1e-5);
+      ASSERT_TRUE(s == 5 || same_bits(got[r].gradient, want[r].gradient)) << "step " << s;
+      ASSERT_EQ(got[r].state, want[r].state) << "step " << s;
+    }
+  }
+}
+
+// Methods that choose alone, with a memory that can move, stay; others must say that they do not.
+TEST(Device, IsForThoseThatCan) {
+  const Layout layout = small_model();
+  const auto stays = [&](const char* spec) {
+    Reducer reducer(layout, spec);
+    PlainDevice device;
+    reducer.use(&device);
+    return reducer.on_device();
+  };
+  for (const char* spec : {"topk", "topk:granularity=model", "topk_dsa", "gtopk", "ok_topk",
+                           "ok_topk:granularity=model", "gaussiank", "dense"}) {
+    EXPECT_TRUE(stays(spec)) << spec;
+  }
+  for (const char* spec : {"randk", "arc_topk", "dgc", "gaussiank:granularity=model",
+                           "topk:feedback=ef21", "topk:feedback=momentum"}) {
+    EXPECT_FALSE(stays(spec)) << spec;
+  }
+}
+
+}  // namespace
+}  // namespace topreduce::laws

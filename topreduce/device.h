@@ -1,0 +1,58 @@
+#pragma once
+
+#include <span>
+
+#include "topreduce/api.h"
+#include "topreduce/kernels/kernels.h"
+
+namespace topreduce {
+
+struct Segment;
+
+/// The memory of an accelerator: gradients, and what is owed of them, lie there, and whatever
+/// passes over all entries is done there. The core decides by thresholds and limits, so that only
+/// chosen entries come into main memory.
+///
+/// Results are those of the core, bit for bit: products and sums of floats are rounded one by one.
+/// What is owed changes in `commit` and `write` only, gradients in `commit` and `spoil`.
+class TOPREDUCE_API Device {
+ public:
+  virtual ~Device() = default;
+
+  /// Opens the vector x = base + scale * gradient of one exchange, its segments one after the other
+  /// and counted from 0. All calls below, up to `commit`, are about the one that was opened last.
+  enum class Base { none, owed };
+  virtual void open(std::span<const Segment> segments, Base base, float scale) = 0;
+
+  /// What a pass over all of x sees. May be asked more than once.
+  virtual kernels::Seen survey() = 0;
+
+  /// Replaces `selected` with the strongest entries of magnitude >= floor, ties to the lower index,
+  /// in index order: of each segment as many as its limit says or, given one limit, of all of x.
+  /// Only for a finite x.
+  virtual void strongest(float floor, std::span<const std::size_t> limits,
+                         SparseVector& selected) = 0;
+
+  /// Of each segment every stride-th entry from firsts[segment] on, one after the other: x, and
+  /// scale * gradient without the base.
+  virtual void sample(std::span<const std::size_t> firsts, std::size_t stride,
+                      Buffer<float>& values, Buffer<float>& gradients) = 0;
+
+  /// All of x.
+  virtual void evaluate(std::span<float> values) = 0;
+
+  /// owed = x - settled, if x has a base; gradient = mean, zero where it lists nothing. Returns by
+  /// how much the energy of x went down.
+  virtual double commit(const SparseVector& settled, const SparseVector& mean) = 0;
+  /// The same for all entries; an empty `settled` stands for all of x.
+  virtual double commit_whole(std::span<const float> settled, std::span<const float> mean) = 0;
+
+  /// Every gradient of these segments becomes NaN.
+  virtual void spoil(std::span<const Segment> segments) = 0;
+
+  /// What is owed, flat over the remembered parameters. `write` also says how many entries it has.
+  virtual void read(std::span<float> owed) = 0;
+  virtual void write(std::span<const float> owed) = 0;
+};
+
+}  // namespace topreduce
