@@ -15,6 +15,7 @@ NB_MODULE(_core, module) {
   bind_stats(module);
   bind_layout(module);
   bind_comm(module);
+  bind_device(module);
   bind_catalog(module);
   bind_reducer(module);
 }

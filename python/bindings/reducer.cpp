@@ -12,6 +12,7 @@
 
 #include "bindings.h"
 #include "state.h"
+#include "topreduce/device.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -97,6 +98,22 @@ struct Owner {
     }
   }
 
+  void add_on_device(const nb::object& numbers) {
+    try {
+      const std::vector<std::size_t> parameters = parameter_numbers(numbers);
+      const nb::gil_scoped_release release;
+      reducer.add(parameters);
+    } catch (...) {
+      abandon();
+      throw;
+    }
+  }
+
+  void use(nb::object wanted) {
+    reducer.use(wanted.is_none() ? nullptr : &nb::cast<topreduce::Device&>(wanted));
+    device = std::move(wanted);
+  }
+
   void attend(const std::vector<std::size_t>& unused, std::string_view presence,
               std::string_view divisor) {
     using topreduce::Attendance;
@@ -126,6 +143,7 @@ struct Owner {
 
   Reducer reducer;
   std::vector<nb::object> held;
+  nb::object device;
 };
 
 // ---- what comes out -----------------------------------------------------------------------------
@@ -172,6 +190,16 @@ void bind_reducer(nb::module_& module) {
                    "numpy.typing.NDArray[numpy.float32]) -> None"),
            "Hand over gradients of some parameters, one after the other in one float32 array that\n"
            "stays untouched until `finish` writes the mean into it.")
+      .def("add_on_device", &Owner::add_on_device, "parameters"_a.none(),
+           nb::sig("def add_on_device(self, parameters: collections.abc.Sequence[int]) -> None"),
+           "The same for gradients that the device of `use` holds.")
+      .def("use", &Owner::use, "device"_a.none(),
+           nb::sig("def use(self, device: Device | None) -> None"),
+           "From now on gradients live on this device, and what is owed with them, if the method\n"
+           "can work there: see `on_device`. None: in main memory.")
+      .def_prop_ro(
+          "on_device", [](const Owner& self) { return self.reducer.on_device(); },
+          "Whether gradients stay on the device, or must come to main memory.")
       .def("attend", &Owner::attend, "unused"_a = std::vector<std::size_t>(),
            "presence"_a = "present", "divisor"_a = "ranks",
            nb::sig("def attend(self, unused: collections.abc.Sequence[int] = (), presence: str = "

@@ -18,6 +18,7 @@ _attach = topreduce.torch.attach
 
 def attach(ddp: DistributedDataParallel, *arguments: Any, **settings: Any) -> topreduce.torch.Sync:
     sync = _attach(ddp, *arguments, **settings)
+    sync._reducer.use(None)
     steps = sync._steps
     first_order: list[int] = []
 

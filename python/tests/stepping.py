@@ -24,13 +24,16 @@ def run_step(
     gradient: Floats,
     buckets: Buckets,
     loss_scale: float = 1.0,
+    unused: Sequence[int] = (),
 ) -> tuple[Floats, StepStats]:
     """The mean, flat over the model like `gradient`, which stays as it is."""
     sizes = reducer.layout.sizes
     parts = np.split(gradient, np.cumsum(sizes)[:-1]) if sizes else []
     arrays = [np.concatenate([parts[p] for p in bucket]) for bucket in buckets]
     reducer.begin(comm, loss_scale)
-    for bucket, array in zip(buckets, arrays, strict=True):
+    for number, (bucket, array) in enumerate(zip(buckets, arrays, strict=True), 1):
+        if unused and number == len(buckets):
+            reducer.attend(unused=unused)
         reducer.add(bucket, array)
     stats = reducer.finish()
     means = [np.empty(0, np.float32)] * len(sizes)

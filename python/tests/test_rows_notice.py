@@ -9,6 +9,7 @@ from pathlib import Path
 ROWS = {
     "test_ddp.py": "test_laws and (static or unused or sync or frozen) "
     "or run_out_of_data and randk or several or at_run_time",
+    "test_accelerator.py": "laws_on_a_device and ok_topk",
     "test_amp.py": "test_memory_is_unscaled",
     "test_checkpoints.py": "distributed_checkpoint_is_exact and topk-later",
     "test_two_levels.py": "laws_of_uneven_machines",

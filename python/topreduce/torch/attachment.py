@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from topreduce import Layout, Reducer
+from topreduce.torch.device import GradientDevice, device_of
 from topreduce.torch.machines import Levels
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.steps import Steps
@@ -109,7 +110,7 @@ def attach(
         else Levels(ddp.process_group, local_group, patience)
     )
     try:
-        reducer, parameters = _prepare_together(comm, ddp, method, given, timeout, scaler)
+        reducer, parameters, device = _prepare_together(comm, ddp, method, given, timeout, scaler)
         reducer.agree(comm)
         if dispatcher is None:
             dispatcher = _Dispatcher(ddp.process_group)
@@ -121,8 +122,16 @@ def attach(
     surroundings = Surroundings(ddp, parameters.values(), _frozen(ddp), scaler)
     surroundings.forgotten, dispatcher.owed = dispatcher.owed, ""
     numbers = {id(parameter): number for number, parameter in enumerate(parameters.values())}
-    dispatcher.steps = Steps(reducer, comm, numbers, surroundings)
+    dispatcher.steps = Steps(reducer, comm, numbers, surroundings, device)
     return Sync(reducer, comm, dispatcher.steps, dispatcher.release)
+
+
+class _Prepared(NamedTuple):
+    """A reducer for the model, the model's parameters in its order, and where they lie."""
+
+    reducer: Reducer
+    parameters: dict[str, torch.nn.Parameter]
+    device: GradientDevice | None
 
 
 def _prepare_together(
@@ -132,7 +141,7 @@ def _prepare_together(
     given: dict[str, object],
     timeout: timedelta,
     scaler: object,
-) -> tuple[Reducer, dict[str, torch.nn.Parameter]]:
+) -> _Prepared:
     """`_prepare` on all ranks or on none: a rank that refuses leaves nobody waiting."""
     refusal: Exception | None = None
     try:
@@ -156,8 +165,8 @@ def _prepare(
     given: dict[str, object],
     timeout: timedelta,
     scaler: object,
-) -> tuple[Reducer, dict[str, torch.nn.Parameter]]:
-    """A reducer for the model, and the model's parameters in its order."""
+) -> _Prepared:
+    """Raises what speaks against attaching, on this rank."""
     if not _is_valid(timeout):
         raise ValueError(f"timeout must be a positive timedelta, not {timeout!r}")
     if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
@@ -169,9 +178,12 @@ def _prepare(
     parameters = _parameters(ddp)
     layout = Layout([(name, _stored_shape(each)) for name, each in parameters.items()])
     settings = {name: value for name, value in given.items() if value is not None}
-    if isinstance(comm, Levels):
-        return on_two_levels(comm, layout, method, settings), parameters
-    return Reducer(layout, method, **settings), parameters
+    if isinstance(comm, Levels):  # what ranks of a machine add up is in its main memory
+        return _Prepared(on_two_levels(comm, layout, method, settings), parameters, None)
+    reducer = Reducer(layout, method, **settings)
+    device = device_of(parameters.values())
+    reducer.use(device)
+    return _Prepared(reducer, parameters, device)
 
 
 def _parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:

@@ -62,6 +62,12 @@ class Lane:
             return host
         return tensor.to(MAIN_MEMORY, copy=self._foreign)
 
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of memory that the caller may change once this returns."""
+        if self._stream is not None:
+            return tensor.pin_memory().to(self._device, non_blocking=True)
+        return tensor.to(self._device, copy=True)
+
     def _wait_for_all(self) -> None:
         if self._device.type != "cpu":
             getattr(torch, self._device.type).synchronize()

@@ -5,6 +5,7 @@ the bucket over. One worker thread runs all exchanges, in bucket order, and comp
 together once the last bucket is through.
 """
 
+import contextlib
 import queue
 import threading
 import time
@@ -20,6 +21,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from topreduce import CommError, Reducer, StepStats, WireError
+from topreduce.torch.device import GradientDevice
 from topreduce.torch.lane import Lane
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.surroundings import Attendance, Surroundings
@@ -56,22 +58,31 @@ class _Bucket:
 
     def gradient(self) -> NDArray[np.float32]:
         """The gradient as the core wants it: DDP's own memory where possible."""
-        with self._lane.behind(self._computed):
+        with self.queued():
             self._float32 = self._lane.to_host(self.buffer.float())
         array: NDArray[np.float32] = self._float32.numpy()
         return array
 
+    def on_device(self) -> torch.Tensor:
+        """The same where it lies; to be called while `queued`."""
+        self._float32 = self.buffer.float()
+        return self._float32
+
+    def queued(self) -> contextlib.AbstractContextManager[None]:
+        """Work on the device, behind what computed the gradient."""
+        return self._lane.behind(self._computed)
+
     def give_back(self) -> None:
         if self._float32 is not self.buffer:
-            with self._lane.behind(self._computed):
+            with self.queued():
                 self.buffer.copy_(self._float32, non_blocking=True)
 
     def complete(self, error: Exception | None) -> None:
         """Lets DDP go on with what the buffer holds; after an error, with zeros."""
-        with self._lane.behind(self._computed):
+        with self.queued():
             if error is not None:
                 self.buffer.zero_()
-        with self._lane.behind(self._computed):
+        with self.queued():
             self.future.set_result(self.buffer)
 
 
@@ -84,8 +95,11 @@ class Steps:
         comm: GroupCommunicator,
         numbers: Mapping[int, int],
         surroundings: Surroundings,
+        device: GradientDevice | None,
     ) -> None:
-        """`numbers`: a parameter's id() and its number in the reducer's layout."""
+        """`numbers`: a parameter's id() and its number in the reducer's layout. `device`: the one
+        that the reducer uses.
+        """
         self.broken: Exception | None = None  # why no further step is possible
         self.bucket_bytes: list[int] = []  # of the last step, in the order they came
         self.history: deque[dict[str, Any]] = deque(maxlen=_HISTORY)
@@ -93,7 +107,8 @@ class Steps:
         self._comm = comm
         self._numbers = numbers
         self.surroundings = surroundings
-        self._lanes: dict[torch.device, Lane] = {}
+        self._device = device
+        self._lanes = {} if device is None else {device.device: device.lane}
         self._step = _Step(None)
         self._step.over.set()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -176,15 +191,24 @@ class Steps:
             self._begin(self._reducer.step, step.loss_scale)
         if bucket.is_last and step.attendance != Attendance():
             self._reducer.attend(**vars(step.attendance))
-        self._reducer.add([self._number(each) for each in bucket.parameters], bucket.gradient())
+        self._add([self._number(each) for each in bucket.parameters], bucket)
         if bucket.is_last:
-            stats = self._reducer.finish()
+            with bucket.queued():
+                stats = self._reducer.finish()
             self._comm.trim()
             for finished in step.buckets:
                 finished.give_back()
             self.bucket_bytes = [each.buffer.nbytes for each in step.buckets]
             waited = time.perf_counter() - step.last_handed_over
             self.history.append(self.record(stats, step.density, waited))
+
+    def _add(self, numbers: list[int], bucket: _Bucket) -> None:
+        if self._device is None or not self._reducer.on_device:
+            return self._reducer.add(numbers, bucket.gradient())
+        with bucket.queued():
+            sizes = [each.numel() for each in bucket.parameters]
+            self._device.hold(numbers, sizes, bucket.on_device())
+            self._reducer.add_on_device(numbers)
 
     def _begin(self, number: int, loss_scale: float) -> None:
         self._reducer.abandon()  # a backward pass that the user's code cut short
@@ -212,6 +236,8 @@ class Steps:
 
     def _complete(self, step: _Step) -> None:
         """Lets backward() go on; after a failure with zeros instead of local gradients."""
+        if self._device is not None:
+            self._device.release()
         step.over.set()
         for bucket in step.buckets:
             bucket.complete(step.error)
