@@ -20,7 +20,7 @@ from scenarios import equal_plain_ddp, keep_the_laws
 import topreduce.torch
 from topreduce.torch import lane
 
-TOPK: dict[str, Any] = {"method": "topk", "density": 0.05}
+TOPK: dict[str, Any] = {"method": "topk", "density": 0.05, "values": "fp32"}
 ARC: dict[str, Any] = {"method": "arc_topk", "density": 0.2}  # by way of main memory
 TRAININGS: list[dict[str, Any]] = [
     TOPK | {"values": "bf16", "warmup_steps": 1, "ramp_steps": 4},
