@@ -11,12 +11,12 @@ namespace topreduce {
 
 /// One parameter's stretch of an exchange.
 struct Segment {
-  std::size_t parameter = 0;  ///< its number among the parameters that share this memory
-  Index start = 0;            ///< its first entry in the exchange's numbering
-  std::size_t offset = 0;     ///< its first entry in the flat memory
-  std::size_t count = 0;      ///< its entries
-  std::size_t number = 0;     ///< the parameter's number in the whole layout
-  std::span<float> gradient;  ///< the caller's; empty if it is on a device
+  std::size_t parameter = 0;       ///< its number among the parameters that share this memory
+  Index start = 0;                 ///< its first entry in the exchange's numbering
+  std::size_t offset = 0;          ///< its first entry in the flat memory
+  std::size_t count = 0;           ///< its entries
+  std::size_t number = 0;          ///< the parameter's number in the whole layout
+  std::span<float> gradient = {};  ///< the caller's; empty if it is on a device
 
   std::size_t size() const { return count; }
 };

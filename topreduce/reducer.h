@@ -63,8 +63,8 @@ class TOPREDUCE_API Reducer {
   /// A whole step for a model whose gradients lie in one piece, in layout order.
   const StepStats& average(Communicator& comm, std::span<float> gradient);
 
-  /// From now on gradients live on `device`, which must outlive this; null: in main memory. Moves
-  /// what is owed there, if the method can work there. Not while a step is open.
+  /// From now on gradients live on `device` (device.h), which must outlive this; null: in main
+  /// memory. Moves what is owed there, if the method can work there. Not while a step is open.
   void use(Device* device);
   /// Whether gradients are to stay on the device; otherwise they must be handed over in main
   /// memory. `configure` may change it.

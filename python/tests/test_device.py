@@ -193,6 +193,50 @@ def test_only_chosen_entries_come_to_main_memory(monkeypatch: pytest.MonkeyPatch
     run_ranks(1, body)
 
 
+class Stream:
+    """A stream of CUDA that notes what is asked of it."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def record_event(self) -> str:
+        self.log.append(f"mark {self.name}")
+        return self.name
+
+    def wait_event(self, mark: str) -> None:
+        self.log.append(f"{self.name} waits for {mark}")
+
+    def synchronize(self) -> None:
+        self.log.append(f"wait for {self.name}")
+
+    def __enter__(self) -> None:
+        self.log.append(f"on {self.name}")
+
+    def __exit__(self, *_: object) -> None:
+        self.log.append(f"off {self.name}")
+
+
+def test_streams_of_cuda_are_kept_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as that can be told without one."""
+    log: list[str] = []
+    empty = torch.empty
+
+    def pinned(*shape: Any, pin_memory: bool, **options: Any) -> torch.Tensor:
+        assert pin_memory
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side", log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main", log))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    lane = Lane(torch.device("cuda:0"))
+    mark = lane.mark()
+    gradient = torch.ones(3)
+    with lane.behind(mark), monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", pinned)
+        assert torch.equal(lane.to_host(gradient), gradient)
+    assert log == ["mark main", "on side", "side waits for main", "wait for side", "off side"]
+
+
 class Breaking(Communicator):
     """Passes everything on until the network breaks."""
 
