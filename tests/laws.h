@@ -73,8 +73,8 @@ inline constexpr const char* kRows[] = {
     "gaussiank:density=0.05,sides=one,finish=exact,values=bf16",
     "gaussiank:density=0.05,finish=exact,granularity=model,feedback=none",
     "dgc:density=0.05,values=fp32",
-    "dgc:density=0.05,values=fp32,granularity=model,feedback=(momentum:momentum=0.5,form=nesterov,"
-    "masking=off)",
+    ("dgc:density=0.05,values=fp32,granularity=model,feedback=(momentum:momentum=0.5,form=nesterov,"
+     "masking=off)"),
     "dgc:density=0.05,values=bf16,feedback=residual,warmup_steps=2,ramp_steps=3",
     "arc_topk:density=0.2,values=fp32,feedback=momentum",
     "redsync:density=0.05,values=fp32",
