@@ -78,7 +78,7 @@ void run_steps(Reducer& reducer, Communicator& comm) {
 
 class Allocation : public testing::TestWithParam<const char*> {};
 
-INSTANTIATE_TEST_SUITE_P(Rows, Allocation, testing::ValuesIn(kRows),
+INSTANTIATE_TEST_SUITE_P(Rows, Allocation, testing::ValuesIn(rows()),
                          [](const auto& test) { return name_of(test.param); });
 
 TEST_P(Allocation, NoneInASteadyStep) {

@@ -107,12 +107,11 @@ class Attending : public testing::TestWithParam<std::tuple<const char*, int>> {
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Rows, Attending,
-                         testing::Combine(testing::ValuesIn(kRows), testing::ValuesIn(kRankCounts)),
-                         [](const auto& test) {
-                           return name_of(std::get<0>(test.param)) + "_on_" +
-                                  std::to_string(std::get<1>(test.param));
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Rows, Attending, testing::Combine(testing::ValuesIn(rows()), testing::ValuesIn(kRankCounts)),
+    [](const auto& test) {
+      return name_of(std::get<0>(test.param)) + "_on_" + std::to_string(std::get<1>(test.param));
+    });
 
 TEST_P(Attending, WhatNobodyUsedStaysOwed) {
   const Layout layout = small_model();

@@ -127,7 +127,7 @@ class OnDevice : public testing::TestWithParam<const char*> {
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Rows, OnDevice, testing::ValuesIn(kRows),
+INSTANTIATE_TEST_SUITE_P(Rows, OnDevice, testing::ValuesIn(rows()),
                          [](const auto& test) { return name_of(test.param); });
 
 TEST_P(OnDevice, GivesTheBitsOfMainMemory) {

@@ -171,12 +171,11 @@ class Laws : public testing::TestWithParam<std::tuple<const char*, int>> {
   int ranks() const { return std::get<1>(GetParam()); }
 };
 
-INSTANTIATE_TEST_SUITE_P(Rows, Laws,
-                         testing::Combine(testing::ValuesIn(kRows), testing::ValuesIn(kRankCounts)),
-                         [](const auto& test) {
-                           return name_of(std::get<0>(test.param)) + "_on_" +
-                                  std::to_string(std::get<1>(test.param));
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Rows, Laws, testing::Combine(testing::ValuesIn(rows()), testing::ValuesIn(kRankCounts)),
+    [](const auto& test) {
+      return name_of(std::get<0>(test.param)) + "_on_" + std::to_string(std::get<1>(test.param));
+    });
 
 TEST_P(Laws, NothingIsLost) {
   Cluster cluster(ranks(), small_model(), row());
@@ -234,7 +233,7 @@ class Models : public testing::TestWithParam<const char*> {
   const char* row() const { return GetParam(); }
 };
 
-INSTANTIATE_TEST_SUITE_P(Rows, Models, testing::ValuesIn(kRows),
+INSTANTIATE_TEST_SUITE_P(Rows, Models, testing::ValuesIn(rows()),
                          [](const auto& test) { return name_of(test.param); });
 
 TEST_P(Models, MayBeTiny) {

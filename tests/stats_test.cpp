@@ -73,7 +73,7 @@ class Stats : public testing::TestWithParam<const char*> {
   const Layout layout_ = small_model();
 };
 
-INSTANTIATE_TEST_SUITE_P(Rows, Stats, testing::ValuesIn(kRows),
+INSTANTIATE_TEST_SUITE_P(Rows, Stats, testing::ValuesIn(rows()),
                          [](const auto& test) { return name_of(test.param); });
 
 TEST_P(Stats, TrafficIsTheCommunicators) {

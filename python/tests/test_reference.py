@@ -24,7 +24,7 @@ SHAPES = [
 ]
 # More than 2^18 entries: the carried threshold sees a sample of them only.
 LARGE = [("embed.weight", (190_000,)), ("norm.weight", (77,)), ("head.weight", (90_001,))]
-STEPS = 64
+STEPS = 32
 RANKS = [1, 2, 3, 5]
 METHODS = [method["name"] for method in topreduce.methods()]
 
@@ -126,7 +126,7 @@ class TestEveryMethod:
 @pytest.mark.parametrize("method", METHODS)
 def test_rounding_stays_owed(method: str, granularity: str, values: str) -> None:
     gradients = integer_gradients(SHAPES, STEPS, 3)
-    gradients[40][1][::7] *= 2.0**12  # beyond the largest of fp16
+    gradients[20][1][::7] *= 2.0**12  # beyond the largest of fp16
     check(
         method,
         SHAPES,
@@ -247,7 +247,7 @@ def test_ok_topk_settings(global_ratio: float, granularity: str, values: str) ->
 
 
 @pytest.mark.parametrize("granularity", ["model", "bucket"])
-@pytest.mark.parametrize("of_feedback", [{}, {"eta": 0.1}, {"eta": 0.75}])
+@pytest.mark.parametrize("of_feedback", [{}, {"eta": 0.75}])
 @pytest.mark.parametrize("method", METHODS)
 def test_estimates(method: str, of_feedback: dict[str, float], granularity: str) -> None:
     gradients = integer_gradients(SHAPES, 30, 3)
