@@ -50,18 +50,18 @@ def same_training(rank: Rank, settings: dict[str, Any]) -> None:
     sync_here = topreduce.torch.attach(here.ddp, **settings)
     with pretending():
         sync_there = topreduce.torch.attach(there.ddp, **settings)
-        assert sync_there._reducer.on_device == (settings != ARC)
-        for steps in (range(4), range(4, 8)):
-            here.train(steps)
-            there.train(steps)
-            saved_here, saved_there = sync_here.state_dict(), sync_there.state_dict()
-            assert saved_here.keys() == saved_there.keys()
-            for key, value in saved_here.items():
-                other = saved_there[key]
-                tensors = isinstance(value, torch.Tensor)
-                assert torch.equal(value, other) if tensors else value == other, key
-            sync_here.load_state_dict(saved_there)
-            sync_there.load_state_dict(saved_here)
+    assert sync_there._reducer.on_device == (settings != ARC)
+    for steps in (range(4), range(4, 8)):
+        here.train(steps)
+        there.train(steps)
+        saved_here, saved_there = sync_here.state_dict(), sync_there.state_dict()
+        assert saved_here.keys() == saved_there.keys()
+        for key, value in saved_here.items():
+            other = saved_there[key]
+            tensors = isinstance(value, torch.Tensor)
+            assert torch.equal(value, other) if tensors else value == other, key
+        sync_here.load_state_dict(saved_there)
+        sync_there.load_state_dict(saved_here)
     assert there.digest() == here.digest()
 
 
@@ -102,6 +102,25 @@ def scaled_and_joined_there(rank: Rank) -> None:
 
 def test_loss_scales_and_ranks_that_run_out_of_data() -> None:
     group(3).run(scaled_and_joined_there)
+
+
+def use_another_default(rank: Rank) -> None:
+    """torch.set_default_device("cuda") is common; "meta" stands for it."""
+    here, there = Run(rank), Run(rank)
+    with torch.device("meta"):
+        sync = topreduce.torch.attach(here.ddp, **TOPK)
+        with pretending():
+            topreduce.torch.attach(there.ddp, **TOPK)
+    for steps in (range(2), range(2, 4)):
+        here.train(steps)
+        there.train(steps)
+        with torch.device("meta"):
+            sync.load_state_dict(sync.state_dict())
+    assert here.digest() == there.digest()
+
+
+def test_another_device_may_be_the_default() -> None:
+    group(2).run(use_another_default)
 
 
 # ---- changing course ---------------------------------------------------------------------------

@@ -44,7 +44,9 @@ def unpack(saved: Mapping[str, Any], reducer: Reducer, rank: int, ranks: int) ->
     if feedback != ours:
         raise ValueError(f"saved with feedback {feedback!r}, but this run has {ours!r}")
     prefix = f"rank{rank}/"
-    own = {key.removeprefix(prefix): saved[key] for key in saved if key.startswith(prefix)}
+    own = {
+        key.removeprefix(prefix): _at_home(saved[key]) for key in saved if key.startswith(prefix)
+    }
     if not own:
         others = {key.split("/")[0] for key in saved if key.startswith("rank") and "/" in key}
         raise ValueError(f"holds nothing of rank {rank}; it is of {few(others)}")
@@ -97,11 +99,20 @@ def _compare(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     others = [f"{key} is {was}, here {now}" for key, (was, now) in kinds.items() if was != now]
     if others:
         raise ValueError(f"saved for another model, or damaged: {few(others)}")
-    damaged = [key for key in saved if not torch.isfinite(torch.as_tensor(saved[key])).all()]
+    damaged = [key for key in saved if not _is_finite(saved[key])]
     if damaged:
         raise ValueError(f"damaged: infinity or NaN in {few(damaged)}")
     if saved["step"] < 0 or saved["step"] % 1:
         raise ValueError(f"damaged: step is {saved['step']}")
+
+
+def _at_home(value: Any) -> Any:
+    """A checkpoint may have been loaded onto an accelerator."""
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _is_finite(value: Any) -> bool:
+    return bool(torch.isfinite(torch.as_tensor(value, device="cpu")).all())
 
 
 def _kind(value: object) -> str:

@@ -56,7 +56,9 @@ class Lane:
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """In main memory once this returns; the tensor itself if it lives there."""
         if self._stream is not None:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host = torch.empty(
+                tensor.shape, dtype=tensor.dtype, device=MAIN_MEMORY, pin_memory=True
+            )
             host.copy_(tensor, non_blocking=True)
             self._stream.synchronize()
             return host

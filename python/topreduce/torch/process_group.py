@@ -217,7 +217,9 @@ class GroupCommunicator(Communicator):
         self._used[name] = max(size, self._used.get(name, 0))
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[name] = torch.empty(size + size // 8, dtype=torch.uint8)
+            buffer = self._buffers[name] = torch.empty(
+                size + size // 8, dtype=torch.uint8, device="cpu"
+            )
         return buffer[:size].numpy()
 
 
