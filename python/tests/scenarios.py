@@ -179,13 +179,15 @@ def keep_the_laws(rank: Rank, name: str, settings: dict[str, Any]) -> None:
     """What leaves the ranks' books is what everyone applies; what DDP drops, nobody settles."""
     actor = Actor(rank, SCENARIOS[name])
     sync = topreduce.torch.attach(actor.ddp, **settings)
+    eventful = 0
     for step, settled in enumerate(settlements(actor, sync, range(6))):
         applied = actor.mean().double() * rank.ranks
         torch.testing.assert_close(
             rank_order_sum(settled), applied, rtol=1e-4, atol=1e-6, msg=f"step {step}"
         )
-        assert applied.count_nonzero() > 0
+        eventful += int(applied.count_nonzero() > 0)
         actor.update()
+    assert eventful >= 4  # the strongest may all lie in what DDP drops
     assert [step["step"] for step in sync.history()] == list(range(6))
 
 

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 import topreduce.torch
 
 SETTINGS: list[dict[str, Any]] = [
-    {"method": "topk", "density": 0.05},
-    {"method": "ok_topk", "density": 0.05, "granularity": "model"},
+    {"method": "topk", "density": 0.01},
+    {"method": "ok_topk", "density": 0.01, "granularity": "model"},
 ]
 every_method = pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: s["method"])
 
