@@ -7,13 +7,16 @@ import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import Dictated, Run, digest, flat, owed, rank_order_sum, small_integers, text
 from processes import Rank, group
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.tensorboard import SummaryWriter
 
 import topreduce.torch
 
@@ -523,28 +526,25 @@ class Wide(torch.nn.Module):
         return self.last(self.first(x)).sum()
 
 
-class Curves:
-    """A SummaryWriter that remembers."""
-
-    def __init__(self) -> None:
-        self.points: dict[str, list[tuple[int, float]]] = {}
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        self.points.setdefault(tag, []).append((global_step, scalar_value))
+def curve(folder: str, tag: str) -> list[tuple[int, float]]:
+    """As TensorBoard reads it."""
+    events = EventAccumulator(folder).Reload()
+    return [(point.step, point.value) for point in events.Scalars(tag)]
 
 
-def watch(rank: Rank) -> None:
-    ddp, curves = DistributedDataParallel(Wide(), bucket_cap_mb=0.5), Curves()
+def watch(rank: Rank, folder: str) -> None:
+    ddp = DistributedDataParallel(Wide(), bucket_cap_mb=0.5)
     sync = attach(ddp, "topk, bucket", density=0.01)
     assert "none yet" in repr(sync)
-    for _ in range(3):
-        ddp(torch.ones(2, 700)).backward()
-        sync.log(curves)
-    assert curves.points["topreduce/bytes_sent"][2] == (2, sync.stats()["bytes_sent"])
-    assert len(curves.points["topreduce/seconds/network"]) == 3
-    assert all(isinstance(value, float) for curve in curves.points.values() for _, value in curve)
-    sync.log(curves, step=77)
-    assert curves.points["topreduce/density"][3] == (77, 0.01)
+    folder = f"{folder}/{rank.rank}"
+    with SummaryWriter(folder) as writer:
+        for _ in range(3):
+            ddp(torch.ones(2, 700)).backward()
+            sync.log(writer)
+        sync.log(writer, step=77)
+    assert curve(folder, "topreduce/bytes_sent")[2] == (2, sync.stats()["bytes_sent"])
+    assert [step for step, _ in curve(folder, "topreduce/seconds/network")] == [0, 1, 2, 77]
+    assert curve(folder, "topreduce/density")[3] == (77, pytest.approx(0.01))
 
     assert re.search(r"\d+% of the model comes in DDP's last.*bucket_cap_mb=1\)", str(sync.hint()))
     assert re.search(r"dense 19\d+ \(9\d\.\d% saved\), waited \d+\.\d+ s; hint: ", repr(sync))
@@ -556,8 +556,8 @@ def watch(rank: Rank) -> None:
     assert sync.hint() is None
 
 
-def test_curves_and_hints() -> None:
-    group(2).run(watch)
+def test_curves_and_hints(tmp_path: Path) -> None:
+    group(2).run(watch, str(tmp_path))
 
 
 def workers() -> list[threading.Thread]:
