@@ -76,16 +76,17 @@ void compare_codes(const char* places, const std::vector<Index>& indices) {
   };
   std::vector<Index> read(count);
 
-  Bytes bytes(wire::RiceWriter::most_bytes(count));
+  Bytes bytes(wire::most_rice_bytes(count));
+  std::vector<Index> gaps(count);
   std::size_t size = 0;
   const double rice_write = nanoseconds(count, [&] {
-    wire::RiceWriter writer(bytes.data());
     Index following = 0;
-    for (const Index index : indices) {
-      writer.push(index - following);
-      following = index + 1;
+    for (std::size_t i = 0; i < count; ++i) {
+      gaps[i] = indices[i] - following;
+      following = indices[i] + 1;
     }
-    size = static_cast<std::size_t>(writer.finish() - bytes.data());
+    std::byte* const end = wire::write_rice(gaps, Threads::none(), bytes.data());
+    size = static_cast<std::size_t>(end - bytes.data());
   });
   const double rice_read =
       nanoseconds(count, [&] { wire::read_rice(std::span(bytes).first(size), kEntries, read); });

@@ -1,5 +1,5 @@
 // A steady-state step of the core allocates nothing. Counted where all allocation passes: the
-// global operator new and delete of this program, on threads that ask for it.
+// global operator new and delete of this program, on threads that ask for it, or on all.
 
 #include <atomic>
 #include <cstdlib>
@@ -13,10 +13,11 @@
 namespace {
 
 thread_local bool counting = false;
+std::atomic<bool> counting_everywhere = false;
 std::atomic<int> allocations = 0;
 
 void* allocate(std::size_t size, std::size_t alignment) noexcept {
-  if (counting) ++allocations;
+  if (counting || counting_everywhere) ++allocations;
   // aligned_alloc wants a multiple of the alignment.
   return std::aligned_alloc(alignment, (size / alignment + 1) * alignment);
 }
@@ -27,7 +28,7 @@ void* allocate_or_throw(std::size_t size, std::size_t alignment) {
 }
 
 void release(void* memory) noexcept {
-  if (counting && memory != nullptr) ++allocations;
+  if ((counting || counting_everywhere) && memory != nullptr) ++allocations;
   std::free(memory);
 }
 
@@ -94,6 +95,29 @@ TEST_P(Allocation, NoneInASteadyStep) {
     run_steps(mine, comm);
   });
   EXPECT_EQ(allocations, 0) << "on two ranks";
+}
+
+TEST(Allocation, NoneWithSeveralThreads) {
+  const std::size_t grain = std::exchange(Stretches::grain, 512);
+  const Layout layout({{"a", {20'000}}, {"b", {60, 50}}});
+  for (const char* row :
+       {"topk:density=0.05,threads=3", "ok_topk:density=0.05,threads=3,granularity=model",
+        "dense:values=bf16,threads=3", "arc_topk:density=0.2,threads=3"}) {
+    Reducer reducer(layout, row);
+    comm::Self self;
+    std::vector<Floats> gradients;
+    for (int s = 0; s < kWarmSteps + kCountedSteps; ++s) {
+      gradients.push_back(heavy_tailed(0, s, layout));
+    }
+    for (int s = 0; s < kWarmSteps + kCountedSteps; ++s) {
+      allocations = 0;
+      counting_everywhere = s >= kWarmSteps;
+      reducer.average(self, gradients[static_cast<std::size_t>(s)]);
+      counting_everywhere = false;
+      EXPECT_EQ(allocations, 0) << row << ", step " << s;
+    }
+  }
+  Stretches::grain = grain;
 }
 
 TEST(Allocation, IsCounted) {

@@ -1,5 +1,6 @@
 #include "topreduce/pending.h"
 
+#include <array>
 #include <cassert>
 
 namespace topreduce {
@@ -17,14 +18,20 @@ Index end_of(std::span<const Segment> segments) {
 }  // namespace
 
 Pending::Pending(std::span<const Segment> segments, std::span<const float> base, float scale,
-                 const Drift& drift)
-    : segments_(segments), base_(base), scale_(scale), drift_(drift), size_(end_of(segments)) {}
+                 const Drift& drift, Threads& threads)
+    : segments_(segments),
+      base_(base),
+      scale_(scale),
+      drift_(drift),
+      threads_(threads),
+      size_(end_of(segments)) {}
 
 Pending::Pending(std::span<const Segment> segments, Device& device, Device::Base base, float scale)
     : segments_(segments),
       scale_(scale),
       device_(&device),
       on_device_(base),
+      threads_(Threads::none()),
       size_(end_of(segments)) {}
 
 kernels::Terms Pending::terms(const Segment& segment) const {
@@ -34,16 +41,27 @@ kernels::Terms Pending::terms(const Segment& segment) const {
 
 kernels::Seen Pending::survey() const {
   if (device_ != nullptr) return device_->survey();
-  kernels::Seen seen;
-  for (const Segment& segment : segments_) kernels::survey(terms(segment), seen);
-  return seen;
+  const Stretches stretches(size_);
+  std::array<kernels::Seen, Stretches::kMost> seen;
+  threads_.for_each(stretches.count(), [&](std::size_t s) {
+    visit(stretches.begin(s), stretches.begin(s + 1),
+          [&](const Segment& segment, std::size_t first, std::size_t count) {
+            kernels::survey(terms(segment).part(first, count), seen[s]);
+          });
+  });
+  return kernels::together(std::span(seen).first(stretches.count()));
 }
 
 void Pending::evaluate(std::span<float> values) const {
   if (device_ != nullptr) return device_->evaluate(values);
-  for (const Segment& segment : segments_) {
-    kernels::evaluate(terms(segment), values.subspan(segment.start, segment.size()));
-  }
+  const Stretches stretches(size_);
+  threads_.for_each(stretches.count(), [&](std::size_t s) {
+    visit(stretches.begin(s), stretches.begin(s + 1),
+          [&](const Segment& segment, std::size_t first, std::size_t count) {
+            kernels::evaluate(terms(segment).part(first, count),
+                              values.subspan(segment.start + first, count));
+          });
+  });
 }
 
 void Pending::gather(std::span<const Index> indices, std::span<float> values) const {

@@ -1,11 +1,13 @@
 #pragma once
 
+#include <algorithm>
 #include <span>
 #include <vector>
 
 #include "topreduce/device.h"
 #include "topreduce/kernels/kernels.h"
 #include "topreduce/sparse_vector.h"
+#include "topreduce/threads.h"
 
 namespace topreduce {
 
@@ -41,7 +43,7 @@ struct Drift {
 class Pending {
  public:
   Pending(std::span<const Segment> segments, std::span<const float> base, float scale,
-          const Drift& drift = {});
+          const Drift& drift = {}, Threads& threads = Threads::none());
   /// On a device: its `open` vector.
   Pending(std::span<const Segment> segments, Device& device, Device::Base base, float scale);
 
@@ -56,6 +58,8 @@ class Pending {
   Index size() const { return size_; }
   float scale() const { return scale_; }
   const Drift& drift() const { return drift_; }
+  /// Who walks over it.
+  Threads& threads() const { return threads_; }
   /// The gradient alone: nothing remembered was added.
   bool plain() const {
     return device_ != nullptr ? on_device_ == Device::Base::none : base_.empty();
@@ -63,6 +67,19 @@ class Pending {
 
   /// The terms of one segment: base + scale * gradient.
   kernels::Terms terms(const Segment& segment) const;
+
+  /// Calls body(segment, first, count) for all that lies in [begin, end) of the exchange: `count`
+  /// entries of each segment, from its `first` on.
+  template <class Body>
+  void visit(std::size_t begin, std::size_t end, Body&& body) const {
+    const auto ends_before = [&](const Segment& s) { return s.start + s.size() <= begin; };
+    auto segment = std::ranges::partition_point(segments_, ends_before);
+    for (; segment != segments_.end() && segment->start < end; ++segment) {
+      const std::size_t start = segment->start, first = std::max(begin, start);
+      const std::size_t last = std::min(end, start + segment->size());
+      if (first < last) body(*segment, first - start, last - first);
+    }
+  }
 
   /// What a pass over all of it sees; on a device it must be open.
   kernels::Seen survey() const;
@@ -79,6 +96,7 @@ class Pending {
   Drift drift_;
   Device* device_ = nullptr;
   Device::Base on_device_ = Device::Base::none;
+  Threads& threads_;
   Index size_ = 0;
 };
 

@@ -121,6 +121,7 @@ Pipeline::Pipeline(const Layout& layout, const Spec& given) {
   warmup_steps = settings.integer("warmup_steps");
   ramp_steps = settings.integer("ramp_steps");
   seed = settings.integer("seed");
+  threads = std::make_unique<Threads>(settings.integer("threads"));
 
   const auto patterns = kept_patterns(layout, settings.text("keep_dense"));
   std::vector<Parameter> chosen, whole;

@@ -44,6 +44,7 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   // Settings changed: the ranks must agree anew.
   void introduce() {
     Spec shown = pipeline.spec;
+    shown.settings.erase("threads");  // each rank's own affair
     if (mode == Mode::bypass) shown.name += ", bypassed";
     description = "topreduce " + std::string(version()) + "\n" + describe(layout, shown);
     run = fingerprint(description);
@@ -135,7 +136,7 @@ void Reducer::Inside::begin(Communicator& communicator, float scale) {
   running.step = step;
   running.entries = layout.size();
   running.budget = budget.entries + pipeline.kept.size();
-  courier.begin(*comm, running);
+  courier.begin(*comm, running, *pipeline.threads);
   roll.begin(layout.count(), comm->size());
   std::ranges::fill(added, 0);
   missing = layout.count();
@@ -235,7 +236,7 @@ Pending Reducer::Inside::pending(const Parcel& parcel) const {
       remembers ? pipeline.feedback->base() : std::span<const float>();
   const float scale = remembers ? pipeline.feedback->scale() : 1;
   return {parcel.segments, base, scale / loss_scale,
-          remembers ? pipeline.feedback->drift() : Drift()};
+          remembers ? pipeline.feedback->drift() : Drift(), *pipeline.threads};
 }
 
 feedback::Feedback& Reducer::Inside::memory(const Parcel& parcel) {
@@ -481,12 +482,15 @@ void Reducer::configure(const Spec& changes) {
   if (!(form_changes && next.feedback->is_estimate())) {
     next.feedback = std::move(now.pipeline.feedback);
   }
+  if (same("threads")) next.threads = std::move(now.pipeline.threads);
   if (same("select")) next.selector = std::move(now.pipeline.selector);
   if (same("exchange")) next.exchange = std::move(now.pipeline.exchange);
   now.pipeline = std::move(next);
   now.given = wanted;
   now.settle_down();
-  now.introduce();
+  const bool own_affair =
+      changes.name.empty() && changes.settings.size() == 1 && changes.settings.contains("threads");
+  if (!own_affair) now.introduce();
 }
 
 void Reducer::set_mode(Mode mode) {

@@ -77,7 +77,8 @@ class TOPREDUCE_API Reducer {
   void skip_to(std::uint64_t step);
 
   /// Changes settings between steps, e.g. "density=0.001"; what is owed stays. On a mistake nothing
-  /// changes. All ranks must do the same before their next step: call `agree` to be sure.
+  /// changes. All ranks must do the same before their next step: call `agree` to be sure. Only
+  /// "threads", given alone, is each rank's own affair.
   void configure(const Spec& changes);
 
   /// Bypassed, steps are plain dense averages and what is owed waits.

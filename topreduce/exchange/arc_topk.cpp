@@ -127,11 +127,16 @@ class ArcTopK final : public Exchange {
       if (rows.count == 0) continue;
       draw_directions(rows, budget);
       const kernels::Terms terms = pending.terms(segment);
-      for (std::size_t at = 0; at < terms.size(); at += rows.width) {
-        const auto row = terms.part(at, std::min(rows.width, terms.size() - at));
-        kernels::project(row, directions_.data(), rows.width, out.first(options_.sketch));
-        out = out.subspan(options_.sketch);
-      }
+      const std::size_t parts = std::min(rows.count, Stretches(terms.size()).count());
+      pending.threads().for_each(parts, [&](std::size_t p) {
+        for (std::size_t i = rows.count * p / parts; i < rows.count * (p + 1) / parts; ++i) {
+          const std::size_t at = i * rows.width;
+          const auto row = terms.part(at, std::min(rows.width, terms.size() - at));
+          kernels::project(row, directions_.data(), rows.width,
+                           out.subspan(i * options_.sketch, options_.sketch));
+        }
+      });
+      out = out.subspan(rows.count * options_.sketch);
     }
   }
 

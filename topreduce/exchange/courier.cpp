@@ -8,9 +8,10 @@
 
 namespace topreduce::exchange {
 
-void Courier::begin(Communicator& comm, StepStats& stats) {
+void Courier::begin(Communicator& comm, StepStats& stats, Threads& threads) {
   comm_ = &comm;
   stats_ = &stats;
+  threads_ = &threads;
   vote_ = wire::Vote::yes;
 }
 
@@ -60,7 +61,7 @@ void Courier::read_all(Read&& read) {
 
 void Courier::pack(wire::Pieces pieces, SparseVector& entries) {
   make_room(outbox_, outbox_.size() + wire::largest_message(entries.size(), pieces.size()));
-  hear(wire::pack(envelope_, pieces, vote_, entries, outbox_));
+  hear(wire::pack(envelope_, pieces, vote_, entries, outbox_, *threads_));
 }
 
 void Courier::send_to_each(std::span<const std::byte> bytes) {
@@ -303,7 +304,7 @@ void Courier::reduce_parts(std::span<float> values, std::span<float> settled) {
       const std::size_t before = outbox_.size();
       load(r, part_);
       list_lengths(r);
-      hear(wire::pack_stretch(envelope_, lengths_, vote_, part_, outbox_));
+      hear(wire::pack_stretch(envelope_, lengths_, vote_, part_, outbox_, *threads_));
       counts_.push_back(outbox_.size() - before);
       if (!settled.empty()) store(r, part_, settled);
     }
@@ -323,7 +324,7 @@ void Courier::reduce_parts(std::span<float> values, std::span<float> settled) {
     Stopwatch watch((*stats_)[Stage::pack]);
     std::ranges::copy(sum_, part_.begin());
     outbox_.clear();
-    hear(wire::pack_stretch(envelope_, lengths_, vote_, sum_, outbox_));
+    hear(wire::pack_stretch(envelope_, lengths_, vote_, sum_, outbox_, *threads_));
     store(rank(), sum_, values);
     // The owner rounds the sum for everyone, so the owner owes what that changed.
     if (!settled.empty()) {

@@ -18,7 +18,7 @@ namespace topreduce::exchange {
 class Courier {
  public:
   /// Starts a step.
-  void begin(Communicator& comm, StepStats& stats);
+  void begin(Communicator& comm, StepStats& stats, Threads& threads = Threads::none());
   /// Starts one exchange of it, over `pending`; from here on this rank votes `vote`.
   void open(const wire::Envelope& envelope, const Pending& pending, wire::Vote vote);
 
@@ -104,6 +104,7 @@ class Courier {
 
   Communicator* comm_ = nullptr;
   StepStats* stats_ = nullptr;
+  Threads* threads_ = nullptr;
   wire::Envelope envelope_;
   wire::Vote vote_ = wire::Vote::yes;
   std::vector<wire::Piece> parameters_;          // of the open exchange

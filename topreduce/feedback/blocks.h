@@ -11,17 +11,23 @@ class Cursor {
  public:
   explicit Cursor(const SparseVector& entries) : entries_(entries) {}
 
-  /// Calls visit(i - start, value) for the entries in [start, end); calls must go forward, and may
-  /// leave stretches out.
+  /// Calls visit(i - start, value) for the entries in [start, end); calls must go forward, from
+  /// anywhere on, and may leave stretches out.
   template <class Visit>
   void advance(std::size_t start, std::size_t end, Visit&& visit) {
-    while (next_ < entries_.size() && entries_.indices[next_] < start) ++next_;
+    if (next_ < entries_.size() && entries_.indices[next_] < start) skip_to(start);
     for (; next_ < entries_.size() && entries_.indices[next_] < end; ++next_) {
       visit(entries_.indices[next_] - start, entries_.values[next_]);
     }
   }
 
  private:
+  void skip_to(std::size_t start) {
+    const auto from = entries_.indices.begin() + static_cast<std::ptrdiff_t>(next_);
+    next_ = static_cast<std::size_t>(std::lower_bound(from, entries_.indices.end(), start) -
+                                     entries_.indices.begin());
+  }
+
   const SparseVector& entries_;
   std::size_t next_ = 0;
 };
@@ -33,17 +39,16 @@ struct Block {
   std::span<float> gradient;  ///< end - start entries
 };
 
-/// Calls body(Block) for all of `segments`, in order.
+/// Calls body(Block) for all of `pending` in [begin, end) of the exchange, in order.
 template <class Body>
-void for_each_block(std::span<const Segment> segments, Body&& body) {
+void for_each_block(const Pending& pending, std::size_t begin, std::size_t end, Body&& body) {
   constexpr std::size_t kBlock = 1 << 14;
-  for (const Segment& segment : segments) {
-    for (std::size_t at = 0; at < segment.size(); at += kBlock) {
-      const std::size_t count = std::min(kBlock, segment.size() - at);
-      body(Block{segment.start + at, segment.start + at + count, segment.offset + at,
-                 segment.gradient.subspan(at, count)});
+  pending.visit(begin, end, [&](const Segment& segment, std::size_t first, std::size_t count) {
+    for (std::size_t at = first; at < first + count; at += kBlock) {
+      const std::size_t start = segment.start + at, size = std::min(kBlock, first + count - at);
+      body(Block{start, start + size, segment.offset + at, segment.gradient.subspan(at, size)});
     }
-  }
+  });
 }
 
 }  // namespace topreduce::feedback

@@ -36,10 +36,9 @@ class EF21 final : public Feedback {
                 float unit) override {
     const auto divisor = static_cast<float>(ranks);
     const bool own = !mean_.empty();
-    double gone = 0;
-    Walk walk(delivery);
     started_ = 1;
-    for_each_block(pending.segments(), [&](const Block& block) {
+    return sum_over_blocks(pending, delivery, [&](const Block& block, Walk& walk) {
+      double gone = 0;
       const std::size_t n = block.gradient.size();
       const std::span<float> base(base_.data() + block.offset, n);
       const std::span<float> mean = own ? std::span(mean_.data() + block.offset, n) : base;
@@ -59,8 +58,8 @@ class EF21 final : public Feedback {
       walk.sum(block,
                [&](std::size_t i, float value) { mean[i] += (own ? value : -value) / divisor; });
       for (std::size_t i = 0; i < n; ++i) block.gradient[i] = (own ? mean[i] : 0 - mean[i]) * unit;
+      return gone;
     });
-    return gone;
   }
 
   void visit(StateVisitor& visitor) override {

@@ -41,10 +41,9 @@ class EF21M final : public Feedback {
     const auto divisor = static_cast<float>(ranks);
     const float keep = 1 - eta_;
     const bool own = !estimate_.empty();
-    double gone = 0;
-    Walk walk(delivery);
     started_ = 1;
-    for_each_block(pending.segments(), [&](const Block& block) {
+    return sum_over_blocks(pending, delivery, [&](const Block& block, Walk& walk) {
+      double gone = 0;
       const std::size_t n = block.gradient.size();
       const std::span<float> base(base_.data() + block.offset, n);
       const std::span<float> mean(mean_.data() + block.offset, n);
@@ -68,8 +67,8 @@ class EF21M final : public Feedback {
         base[i] = kept - estimate[i];
         block.gradient[i] = mean[i] * unit;
       }
+      return gone;
     });
-    return gone;
   }
 
   void visit(StateVisitor& visitor) override {

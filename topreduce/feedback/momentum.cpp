@@ -47,9 +47,8 @@ class Momentum final : public Feedback {
     const auto divisor = static_cast<float>(ranks);
     const bool whole = delivery.extent == exchange::Delivery::Extent::whole;
     const bool masks = masking_ == Masking::on && !whole;
-    double gone = 0;
-    Walk walk(delivery);
-    for_each_block(pending.segments(), [&](const Block& block) {
+    return sum_over_blocks(pending, delivery, [&](const Block& block, Walk& walk) {
+      double gone = 0;
       const std::size_t n = block.gradient.size();
       const std::span<float> unsent(base_.data() + block.offset, n);
       const std::span<float> velocity(velocity_.data() + block.offset, n);
@@ -73,8 +72,8 @@ class Momentum final : public Feedback {
         const float lasts = momentum_ * velocity[i];
         unsent[i] += lasts;  // from here on: base
       }
+      return gone;
     });
-    return gone;
   }
 
   void visit(StateVisitor& visitor) override {

@@ -2,8 +2,8 @@
 // Law: nothing is owed.
 
 #include "topreduce/catalog.h"
-#include "topreduce/feedback/blocks.h"
 #include "topreduce/feedback/on_device.h"
+#include "topreduce/feedback/walk.h"
 
 namespace topreduce::feedback {
 namespace {
@@ -16,26 +16,26 @@ class None final : public Feedback {
                 float unit) override {
     if (pending.device() != nullptr) return commit_on_device(pending, delivery, ranks, unit);
     const auto divisor = static_cast<float>(ranks);
-    double gone = 0;
-    Cursor settled(delivery.settled), sum(delivery.sum);
-    for_each_block(pending.segments(), [&](const Block& block) {
+    return sum_over_blocks(pending, delivery, [&](const Block& block, Walk& walk) {
+      double gone = 0;
       if (delivery.extent == exchange::Delivery::Extent::whole) {
         for (std::size_t i = 0; i < block.gradient.size(); ++i) {
           const double x = pending.scale() * block.gradient[i];
           gone += x * x;
           block.gradient[i] = delivery.dense_sum[block.start + i] / divisor * unit;
         }
-        return;
+        return gone;
       }
-      settled.advance(block.start, block.end, [&](std::size_t i, float value) {
-        const double x = pending.scale() * block.gradient[i], left = x - value;
+      const auto had = [&](std::size_t i) { return pending.scale() * block.gradient[i]; };
+      walk.settled(block, had, [&](std::size_t i, float value) {
+        const double x = had(i), left = x - value;
         gone += x * x - left * left;
       });
       std::ranges::fill(block.gradient, 0.0f);
-      sum.advance(block.start, block.end,
-                  [&](std::size_t i, float value) { block.gradient[i] = value / divisor * unit; });
+      walk.sum(block,
+               [&](std::size_t i, float value) { block.gradient[i] = value / divisor * unit; });
+      return gone;
     });
-    return gone;
   }
 
   bool move_to(Device*) override { return true; }

@@ -3,8 +3,8 @@
 // Seide et al. 2014; Stich et al. 2018; Karimireddy et al. 2019 (arXiv 1901.09847).
 
 #include "topreduce/catalog.h"
-#include "topreduce/feedback/blocks.h"
 #include "topreduce/feedback/on_device.h"
+#include "topreduce/feedback/walk.h"
 
 namespace topreduce::feedback {
 namespace {
@@ -26,31 +26,21 @@ class Residual final : public Feedback {
                 float unit) override {
     if (pending.device() != nullptr) return commit_on_device(pending, delivery, ranks, unit);
     const auto divisor = static_cast<float>(ranks);
-    double gone = 0;
-    Cursor settled(delivery.settled), sum(delivery.sum);
-    for_each_block(pending.segments(), [&](const Block& block) {
+    return sum_over_blocks(pending, delivery, [&](const Block& block, Walk& walk) {
+      double gone = 0;
       const std::span<float> owed(owed_.data() + block.offset, block.gradient.size());
       kernels::absorb(owed, block.gradient, pending.scale());
-      const auto settle = [&](std::size_t i, float value) {
-        const double x = owed[i];
-        owed[i] -= value;
-        gone += x * x - static_cast<double>(owed[i]) * owed[i];
-      };
-      const auto apply = [&](std::size_t i, float value) {
-        block.gradient[i] = value / divisor * unit;
-      };
-      if (delivery.extent == exchange::Delivery::Extent::whole) {
-        const bool all = delivery.dense_settled.empty();
-        for (std::size_t i = 0; i < owed.size(); ++i) {
-          settle(i, all ? owed[i] : delivery.dense_settled[block.start + i]);
-          apply(i, delivery.dense_sum[block.start + i]);
-        }
-        return;
-      }
-      settled.advance(block.start, block.end, settle);
-      sum.advance(block.start, block.end, apply);
+      walk.settled(
+          block, [&](std::size_t i) { return owed[i]; },
+          [&](std::size_t i, float value) {
+            const double x = owed[i];
+            owed[i] -= value;
+            gone += x * x - static_cast<double>(owed[i]) * owed[i];
+          });
+      walk.sum(block,
+               [&](std::size_t i, float value) { block.gradient[i] = value / divisor * unit; });
+      return gone;
     });
-    return gone;
   }
 
   bool move_to(Device* device) override {

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <array>
+#include <numeric>
+
 #include "topreduce/exchange/delivery.h"
 #include "topreduce/feedback/blocks.h"
 
@@ -39,5 +42,19 @@ class Walk {
   const exchange::Delivery& delivery_;
   Cursor settled_, sum_;
 };
+
+/// Passes over all blocks of `pending`, on its threads, and adds up what body(block, walk) returns.
+template <class Body>
+double sum_over_blocks(const Pending& pending, const exchange::Delivery& delivery,
+                       const Body& body) {
+  const Stretches stretches(pending.size());
+  std::array<double, Stretches::kMost> sums{};
+  pending.threads().for_each(stretches.count(), [&](std::size_t s) {
+    Walk walk(delivery);
+    for_each_block(pending, stretches.begin(s), stretches.begin(s + 1),
+                   [&](const Block& block) { sums[s] += body(block, walk); });
+  });
+  return std::accumulate(sums.begin(), sums.end(), 0.0);
+}
 
 }  // namespace topreduce::feedback

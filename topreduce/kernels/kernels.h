@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -37,6 +38,16 @@ struct Seen {
   /// False if an infinity or NaN went by.
   bool finite() const { return largest_bits < 0x7f800000u; }
 };
+
+/// What passes over the parts of a vector saw together; their order decides the last bits.
+inline Seen together(std::span<const Seen> parts) {
+  Seen all;
+  for (const Seen& part : parts) {
+    all.energy += part.energy;
+    all.largest_bits = std::max(all.largest_bits, part.largest_bits);
+  }
+  return all;
+}
 
 /// Writes index (counted from `first`) and value of every x[i] with |x[i]| >= threshold, in order,
 /// and returns how many. `indices` and `values` must have room for all of `terms` plus

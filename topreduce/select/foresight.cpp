@@ -10,8 +10,7 @@ namespace topreduce::select {
 namespace {
 
 constexpr std::size_t kSampleSize = 1 << 17;
-constexpr std::size_t kBlock = 1 << 14;  // looked at and sampled while it is in the cache
-constexpr double kSteepness = 0.3;       // threshold ~ budget^-0.3, when the budget itself changes
+constexpr double kSteepness = 0.3;  // threshold ~ budget^-0.3, when the budget itself changes
 constexpr float kNever = std::numeric_limits<float>::infinity();
 
 }  // namespace
@@ -68,12 +67,11 @@ void Foresight::choose_on_device(const Pending& pending, SparseVector& selected)
 void Foresight::look(const Segment& segment, const Pending& pending, kernels::Seen& seen,
                      double& look_seconds) {
   Stopwatch watch(look_seconds);
-  const kernels::Terms terms = pending.terms(segment);
-  for (std::size_t start = 0; start < terms.size(); start += kBlock) {
-    const auto block = terms.part(start, std::min(kBlock, terms.size() - start));
-    strongest_.look(block, segment.start + static_cast<Index>(start), seen);
-    if (cut_ > 0) sample_.foresee(segment.offset + start, block, cut_, pending.drift());
-  }
+  strongest_.look(pending.terms(segment), segment.start, seen, pending.threads(),
+                  [&](std::size_t start, const kernels::Terms& block) {
+                    if (cut_ == 0) return;
+                    sample_.foresee(segment.offset + start, block, cut_, pending.drift());
+                  });
 }
 
 void Foresight::commit(double threshold) {

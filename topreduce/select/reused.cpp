@@ -151,9 +151,11 @@ class Reused final : public Selector {
       {
         Stopwatch watch(look_seconds);
         strongest_.begin(caps_[segment.parameter], cut);
-        strongest_.look(terms, segment.start, seen);
+        strongest_.look(terms, segment.start, seen, pending.threads());
         kernels::Seen again;
-        if (exact_ && !sends_all() && seen.finite()) ranking_.look(terms, segment.start, again);
+        if (exact_ && !sends_all() && seen.finite()) {
+          ranking_.look(terms, segment.start, again, pending.threads());
+        }
       }
       if (!seen.finite()) return;
       const std::size_t before = selected.size();

@@ -1,6 +1,7 @@
 #include "topreduce/select/rule.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -11,6 +12,19 @@
 
 namespace topreduce::select {
 namespace {
+
+// What of(stretch of terms) comes to, in order.
+template <class Sum, class Of>
+Sum sum_over_stretches(const kernels::Terms& terms, Threads& threads, const Of& of) {
+  const Stretches stretches(terms.size());
+  std::array<Sum, Stretches::kMost> sums{};
+  threads.for_each(stretches.count(), [&](std::size_t s) {
+    sums[s] = of(terms.part(stretches.begin(s), stretches.length(s)));
+  });
+  Sum all{};
+  for (std::size_t s = 0; s < stretches.count(); ++s) all += sums[s];
+  return all;
+}
 
 class RuleSelector final : public Selector {
  public:
@@ -29,12 +43,11 @@ class RuleSelector final : public Selector {
     Stopwatch watch(look_seconds);
     selected.clear();
     parts_.clear();
-    seen = {};
-    for (const Segment& segment : pending.segments()) {
-      parts_.push_back(pending.terms(segment));
-      kernels::survey(parts_.back(), seen);
+    for (const Segment& segment : pending.segments()) parts_.push_back(pending.terms(segment));
+    seen = pending.survey();
+    if (seen.finite()) {
+      apply(static_cast<double>(budget_.entries), seen, pending.threads(), selected);
     }
-    if (seen.finite()) apply(static_cast<double>(budget_.entries), seen, selected);
   }
 
   void commit() override {
@@ -47,7 +60,7 @@ class RuleSelector final : public Selector {
       kernels::survey(parts_[0], seen);
       scratch_.clear();
       const double k = static_cast<double>(budget_.entries) / sample.stride();
-      const float found = seen.finite() ? apply(k, seen, scratch_) : 0;
+      const float found = seen.finite() ? apply(k, seen, Threads::none(), scratch_) : 0;
       if (found > 0) threshold = found;
     }
     foresight_.commit(threshold);
@@ -65,25 +78,25 @@ class RuleSelector final : public Selector {
   bool sends_all() const { return budget_.entries >= budget_.model; }
 
   // Appends what is sent of `parts_`; returns the magnitude from which that is, 0 if nothing is.
-  float apply(double k, const kernels::Seen& seen, SparseVector& selected) {
-    Vector vector{parts_, 0, std::bit_cast<float>(seen.largest_bits)};
+  float apply(double k, const kernels::Seen& seen, Threads& threads, SparseVector& selected) {
+    Vector vector{parts_, 0, std::bit_cast<float>(seen.largest_bits), threads};
     for (const kernels::Terms& part : parts_) vector.size += part.size();
     const bool all = sends_all() || k >= static_cast<double>(vector.size);
     const float cut = all ? kNonZero : std::max(rule_->cut(vector, k, budget_), kNonZero);
     const auto wanted = static_cast<std::size_t>(std::max(1.0, std::round(k)));
     const std::size_t limit = all || finish_ == Finish::all ? vector.size : wanted;
-    collect(limit, cut);
-    if (finish_ == Finish::exact && strongest_.size() < limit) collect(limit, kNonZero);
+    collect(limit, cut, threads);
+    if (finish_ == Finish::exact && strongest_.size() < limit) collect(limit, kNonZero, threads);
     const float weakest = strongest_.finish(selected);
     return finish_ == Finish::all ? cut : weakest;
   }
 
-  void collect(std::size_t limit, float cut) {
+  void collect(std::size_t limit, float cut, Threads& threads) {
     strongest_.begin(limit, cut);
     kernels::Seen again;
     std::size_t first = 0;
     for (const kernels::Terms& part : parts_) {
-      strongest_.look(part, static_cast<Index>(first), again);
+      strongest_.look(part, static_cast<Index>(first), again, threads);
       first += part.size();
     }
   }
@@ -101,13 +114,18 @@ class RuleSelector final : public Selector {
 
 double Vector::count_from(float threshold) const {
   std::size_t count = 0;
-  for (const kernels::Terms& part : parts) count += kernels::count_above(part, threshold);
+  for (const kernels::Terms& part : parts) {
+    const auto above = [&](const kernels::Terms& x) { return kernels::count_above(x, threshold); };
+    count += sum_over_stretches<std::size_t>(part, threads, above);
+  }
   return static_cast<double>(count);
 }
 
 kernels::Moments Vector::moments() const {
   kernels::Moments sum;
-  for (const kernels::Terms& part : parts) sum += kernels::moments(part);
+  for (const kernels::Terms& part : parts) {
+    sum += sum_over_stretches<kernels::Moments>(part, threads, kernels::moments);
+  }
   return sum;
 }
 

@@ -11,6 +11,7 @@ struct Vector {
   std::span<const kernels::Terms> parts;
   std::size_t size = 0;
   float largest = 0;  ///< magnitude
+  Threads& threads;   ///< who walks over it
 
   /// Entries of magnitude >= threshold.
   double count_from(float threshold) const;

@@ -7,7 +7,6 @@
 namespace topreduce::select {
 namespace {
 
-constexpr std::size_t kBlock = 1 << 14;        // entries per call of the kernel
 constexpr std::size_t kMinimumRoom = 1 << 15;  // candidates beyond 2 x limit before a cut pays
 
 }  // namespace
@@ -25,18 +24,29 @@ void Strongest::look(const Pending& pending, kernels::Seen& seen) {
     return;
   }
   for (const Segment& segment : pending.segments()) {
-    look(pending.terms(segment), segment.start, seen);
+    look(pending.terms(segment), segment.start, seen, pending.threads());
   }
 }
 
 void Strongest::look_on_device(Device& device) {
   cut_if_many();
   device.strongest(floor_, {&limit_, 1}, found_);
-  candidates_.resize(count_ + found_.size());
+  append(found_, found_.size());
+}
+
+void Strongest::look_at_block(const kernels::Terms& block, Index first, kernels::Seen& seen) {
+  if (limit_ == 0) return kernels::survey(block, seen);
+  make_space(block.size() + kernels::kCollectSlack);
+  count_ += kernels::collect_above(block, floor_, first, candidates_.indices.data() + count_,
+                                   candidates_.values.data() + count_, seen);
+}
+
+void Strongest::append(const SparseVector& later, std::size_t count) {
+  make_space(count);
   const auto end = static_cast<std::ptrdiff_t>(count_);
-  std::ranges::copy(found_.indices, candidates_.indices.begin() + end);
-  std::ranges::copy(found_.values, candidates_.values.begin() + end);
-  count_ += found_.size();
+  std::copy_n(later.indices.begin(), count, candidates_.indices.begin() + end);
+  std::copy_n(later.values.begin(), count, candidates_.values.begin() + end);
+  count_ += count;
 }
 
 // Later entries of the same magnitude lose the tie, so only stronger ones matter from here.
@@ -46,18 +56,9 @@ void Strongest::cut_if_many() {
   }
 }
 
-void Strongest::look(const kernels::Terms& terms, Index first, kernels::Seen& seen) {
-  if (limit_ == 0) return kernels::survey(terms, seen);
-  for (std::size_t start = 0; start < terms.size(); start += kBlock) {
-    const std::size_t block = std::min(kBlock, terms.size() - start);
-    cut_if_many();
-    if (candidates_.size() < count_ + block + kernels::kCollectSlack) {
-      candidates_.resize(count_ + block + kernels::kCollectSlack);
-    }
-    count_ += kernels::collect_above(
-        terms.part(start, block), floor_, first + static_cast<Index>(start),
-        candidates_.indices.data() + count_, candidates_.values.data() + count_, seen);
-  }
+void Strongest::make_space(std::size_t more) {
+  cut_if_many();
+  if (candidates_.size() < count_ + more) candidates_.resize(count_ + more);
 }
 
 float Strongest::cut() {

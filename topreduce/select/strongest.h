@@ -1,5 +1,8 @@
 #pragma once
 
+#include <array>
+#include <vector>
+
 #include "topreduce/pending.h"
 
 namespace topreduce::select {
@@ -11,13 +14,21 @@ inline constexpr float kNonZero = 1e-45f;
 ///
 /// Candidates above the floor are collected in index order. When too many came, only the `limit`
 /// strongest stay and the floor rises to them: nothing that belongs to the result is ever dropped.
+/// So it does not matter how many threads look, each keeping the strongest of its part.
 class Strongest {
  public:
   /// Starts over: the `limit` strongest entries of magnitude >= `floor` are wanted.
   void begin(std::size_t limit, float floor);
 
-  /// Looks at more entries; their indices, counted from `first`, follow all earlier ones.
-  void look(const kernels::Terms& terms, Index first, kernels::Seen& seen);
+  /// Looks at more entries; their indices, counted from `first`, follow all earlier ones. Adds to
+  /// `seen`. Calls beside(start, block) with every block, counted from the start of `terms`, while
+  /// it is in the cache, and on any of the threads.
+  template <class Beside>
+  void look(const kernels::Terms& terms, Index first, kernels::Seen& seen, Threads& threads,
+            const Beside& beside);
+  void look(const kernels::Terms& terms, Index first, kernels::Seen& seen, Threads& threads) {
+    look(terms, first, seen, threads, [](std::size_t, const kernels::Terms&) {});
+  }
 
   /// The same for all of `pending`, which may be on a device.
   void look(const Pending& pending, kernels::Seen& seen);
@@ -30,6 +41,11 @@ class Strongest {
   float finish(SparseVector& selected);
 
  private:
+  static constexpr std::size_t kBlock = 1 << 14;  // entries per call of the kernel
+
+  void look_at_block(const kernels::Terms& block, Index first, kernels::Seen& seen);
+  void append(const SparseVector& later, std::size_t count);
+  void make_space(std::size_t more);
   float cut();  // to the limit
   void cut_if_many();
   void look_on_device(Device& device);
@@ -38,6 +54,37 @@ class Strongest {
   float floor_ = 0;
   std::size_t count_ = 0;
   SparseVector candidates_, found_;
+  std::vector<Strongest> helpers_;  // one for each thread: what it finds in its part
 };
+
+template <class Beside>
+void Strongest::look(const kernels::Terms& terms, Index first, kernels::Seen& seen,
+                     Threads& threads, const Beside& beside) {
+  const Stretches stretches(terms.size());
+  std::array<kernels::Seen, Stretches::kMost + 1> sights;
+  sights[0] = seen;
+  const auto look_at = [&](Strongest& finds, std::size_t from, std::size_t to) {
+    for (std::size_t s = from; s < to; ++s) {
+      const std::size_t end = stretches.begin(s + 1);
+      for (std::size_t start = stretches.begin(s); start < end; start += kBlock) {
+        const kernels::Terms block = terms.part(start, std::min(kBlock, end - start));
+        finds.look_at_block(block, first + static_cast<Index>(start), sights[s + 1]);
+        beside(start, block);
+      }
+    }
+  };
+  const std::size_t count = stretches.count(), parts = std::min(threads.count(), count);
+  if (parts > 1) {
+    if (helpers_.size() < parts) helpers_.resize(parts);
+    threads.for_each(parts, [&](std::size_t p) {
+      helpers_[p].begin(limit_, floor_);
+      look_at(helpers_[p], count * p / parts, count * (p + 1) / parts);
+    });
+    for (std::size_t p = 0; p < parts; ++p) append(helpers_[p].candidates_, helpers_[p].count_);
+  } else {
+    look_at(*this, 0, count);
+  }
+  seen = kernels::together(std::span(sights).first(count + 1));
+}
 
 }  // namespace topreduce::select

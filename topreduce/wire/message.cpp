@@ -11,6 +11,7 @@
 #include "topreduce/wire/message.h"
 
 #include <algorithm>
+#include <array>
 #include <cassert>
 #include <cmath>
 #include <functional>
@@ -65,6 +66,27 @@ void for_each_range(const SparseVector& entries, Pieces pieces, Body&& body) {
          static_cast<std::size_t>(last - entries.indices.begin()));
     first = last;
   }
+}
+
+// A run, by several threads.
+Vote encode(Values values, std::span<float> run, Threads& threads, std::byte*& out) {
+  const Stretches stretches(run.size(), 4, kBlockValues);
+  std::array<Vote, Stretches::kMost> votes;
+  threads.for_each(stretches.count(), [&](std::size_t s) {
+    const std::size_t begin = stretches.begin(s);
+    std::byte* codes = out + run_bytes(values, begin);
+    votes[s] = encode_run(values, run.subspan(begin, stretches.length(s)), codes);
+  });
+  out += run_bytes(values, run.size());
+  const auto said = std::span(votes).first(stretches.count());
+  return std::ranges::find(said, Vote::no) == said.end() ? Vote::yes : Vote::no;
+}
+
+// The last place in `out` where `count` indices fit.
+Index* last_indices(Bytes& out, std::size_t count) {
+  const auto end = reinterpret_cast<std::uintptr_t>(out.data() + out.size());
+  const std::uintptr_t start = (end - count * sizeof(Index)) / alignof(Index) * alignof(Index);
+  return reinterpret_cast<Index*>(start);
 }
 
 // A piece with zeros at all places that are not among `entries`. Blocks of 64 places are filled and
@@ -130,14 +152,17 @@ void check(const Envelope& envelope, Pieces pieces, const SparseVector& entries)
 
 // ---- writing -----------------------------------------------------------------------------------
 
-Vote pack(const Envelope& envelope, Pieces pieces, Vote vote, SparseVector& entries, Bytes& out) {
+Vote pack(const Envelope& envelope, Pieces pieces, Vote vote, SparseVector& entries, Bytes& out,
+          Threads& threads) {
   check(envelope, pieces, entries);
   const std::size_t start = out.size();
   out.resize(start + largest_message(entries.size(), pieces.size()));
   std::byte* const extents = out.data() + start + kHeaderBytes;
   std::fill_n(extents, extent_bytes(pieces), std::byte{0});
 
-  RiceWriter writer(extents + extent_bytes(pieces));
+  // Gaps wait where the values will come to lie.
+  Index* const gaps = last_indices(out, entries.size());
+  std::size_t listed = 0;
   std::size_t before = 0, following = 0, count = 0, seen = 0;  // places in pieces with indices
   for_each_range(entries, pieces, [&](std::size_t p, std::size_t first, std::size_t last) {
     const auto [begin, end] = pieces[p];
@@ -151,7 +176,7 @@ Vote pack(const Envelope& envelope, Pieces pieces, Vote vote, SparseVector& entr
     }
     for (std::size_t i = first; i < last; ++i) {
       const std::size_t place = entries.indices[i] - begin + before;
-      writer.push(static_cast<Index>(place - following));
+      gaps[listed++] = static_cast<Index>(place - following);
       following = place + 1;
     }
     before += end - begin;
@@ -162,14 +187,14 @@ Vote pack(const Envelope& envelope, Pieces pieces, Vote vote, SparseVector& entr
     refuse("pack", "an entry lies outside of the pieces");
   }
 
-  std::byte* codes = writer.finish();
+  std::byte* codes = write_rice(std::span(gaps, listed), threads, extents + extent_bytes(pieces));
   std::size_t kept = 0;
   for_each_range(entries, pieces, [&](std::size_t p, std::size_t first, std::size_t last) {
     const auto indices = std::span<const Index>(entries.indices).subspan(first, last - first);
     const auto values = std::span(entries.values).subspan(first, last - first);
     const bool filled = read_extent(extents, p) == Extent::filled;
     vote = both(vote, filled ? encode_filled(envelope.values, pieces[p], indices, values, codes)
-                             : encode_run(envelope.values, values, codes));
+                             : encode(envelope.values, values, threads, codes));
     // Receivers cannot tell a zero from a place where nothing was.
     kept = filled ? move_down_nonzero(entries, first, last, kept)
                   : move_down(entries, first, last, kept);
@@ -181,7 +206,7 @@ Vote pack(const Envelope& envelope, Pieces pieces, Vote vote, SparseVector& entr
 }
 
 Vote pack_stretch(const Envelope& envelope, std::span<const std::size_t> lengths, Vote vote,
-                  std::span<float> values, Bytes& out) {
+                  std::span<float> values, Bytes& out, Threads& threads) {
   if (values.size() > envelope.universe) {
     refuse("pack_stretch", std::to_string(values.size()) +
                                " places do not fit into a universe of " +
@@ -193,7 +218,7 @@ Vote pack_stretch(const Envelope& envelope, std::span<const std::size_t> lengths
   out.resize(start + bytes);
   std::byte* codes = out.data() + start + kHeaderBytes;
   for (const std::size_t length : lengths) {
-    vote = both(vote, encode_run(envelope.values, values.subspan(place, length), codes));
+    vote = both(vote, encode(envelope.values, values.subspan(place, length), threads, codes));
     place += length;
   }
   assert(place == values.size());
@@ -304,7 +329,7 @@ std::span<const std::byte> first_message(std::span<const std::byte> messages) {
 std::size_t largest_message(std::size_t count, std::size_t pieces) {
   // A piece is filled up with zeros only if that takes about a bit for every place, and then its
   // places are at most twice its entries.
-  return kHeaderBytes + 4 * pieces + RiceWriter::most_bytes(count) + 5 * count;
+  return kHeaderBytes + 4 * pieces + most_rice_bytes(count) + 5 * count;
 }
 
 std::size_t values_per_scale(Values encoding) {

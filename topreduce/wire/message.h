@@ -7,6 +7,7 @@
 
 #include "topreduce/errors.h"
 #include "topreduce/sparse_vector.h"
+#include "topreduce/threads.h"
 
 namespace topreduce::wire {
 
@@ -49,13 +50,14 @@ using Pieces = std::span<const Piece>;
 /// Appends one message with `entries`, which must lie in `pieces`, to `out`. Afterwards they are
 /// what receivers read: values are rounded, and in a piece that travels whole because that is
 /// smaller, zeros are left out. Returns the vote it carries: `vote`, or no if a value is not finite
-/// and the encoding cannot say so.
-Vote pack(const Envelope& envelope, Pieces pieces, Vote vote, SparseVector& entries, Bytes& out);
+/// and the encoding cannot say so. `threads` share the work; the bytes do not depend on them.
+Vote pack(const Envelope& envelope, Pieces pieces, Vote vote, SparseVector& entries, Bytes& out,
+          Threads& threads = Threads::none());
 
 /// The same for values at places that both sides know, lengths[i] of them in piece i; no index
 /// travels, and every value arrives.
 Vote pack_stretch(const Envelope& envelope, std::span<const std::size_t> lengths, Vote vote,
-                  std::span<float> values, Bytes& out);
+                  std::span<float> values, Bytes& out, Threads& threads = Threads::none());
 
 /// Reads a message of `pack`; returns the sender's vote. Any bytes at all give entries that lie in
 /// `pieces` and ascend, or a WireError that says what is wrong; nothing larger than the universe

@@ -1,6 +1,7 @@
 #include "topreduce/wire/rice.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <string>
 
@@ -66,36 +67,62 @@ std::uint64_t read_long(BitReader& reader, unsigned parameter, std::uint64_t pla
 
 // ---- writing -----------------------------------------------------------------------------------
 
-void RiceWriter::put(std::uint64_t bits, unsigned count) {
-  pending_ |= bits << filled_;
-  filled_ += count;
-  store(out_, pending_);
-  out_ += filled_ / 8;
-  pending_ >>= filled_ & ~7u;
-  filled_ %= 8;
-}
+namespace {
 
-void RiceWriter::put_zeros(std::uint64_t count) {
-  for (; count > kAtOnce; count -= kAtOnce) put(0, kAtOnce);
-  put(0, static_cast<unsigned>(count));
-}
+/// Bits one after the other. Up to 8 bytes behind the last one are written too.
+class BitWriter {
+ public:
+  explicit BitWriter(std::byte* start = nullptr) : start_(start), out_(start) {}
 
-std::uint64_t RiceWriter::bits_with(unsigned parameter) const {
-  std::uint64_t bits = count_ * (parameter + 1);
-  for (std::size_t i = 0; i < count_; ++i) bits += gaps_[i] >> parameter;
+  /// The lowest `count` of `bits`, at most kAtOnce; all others are zero.
+  void put(std::uint64_t bits, unsigned count) {
+    pending_ |= bits << filled_;
+    filled_ += count;
+    store(out_, pending_);
+    out_ += filled_ / 8;
+    pending_ >>= filled_ & ~7u;
+    filled_ %= 8;
+  }
+  void put_zeros(std::uint64_t count) {
+    for (; count > kAtOnce; count -= kAtOnce) put(0, kAtOnce);
+    put(0, static_cast<unsigned>(count));
+  }
+  /// All that `other` wrote, further on in memory.
+  void append(const BitWriter& other) {
+    const std::byte* from = other.start_;
+    auto left = 8 * static_cast<std::uint64_t>(other.out_ - from) + other.filled_;
+    for (; left > 0; from += kAtOnce / 8) {
+      const auto count = static_cast<unsigned>(std::min<std::uint64_t>(left, kAtOnce));
+      put(load<std::uint64_t>(from) & ((std::uint64_t{1} << count) - 1), count);
+      left -= count;
+    }
+  }
+  /// The end of all bytes, the last one filled with zeros.
+  std::byte* end() const { return filled_ > 0 ? out_ + 1 : out_; }
+
+ private:
+  std::byte* start_;
+  std::byte* out_;
+  std::uint64_t pending_ = 0;  // bits not yet written ...
+  unsigned filled_ = 0;        // ... and how many, fewer than 8 between puts
+};
+
+std::uint64_t bits_with(std::span<const Index> gaps, unsigned parameter) {
+  std::uint64_t bits = gaps.size() * (parameter + 1);
+  for (const Index gap : gaps) bits += gap >> parameter;
   return bits;
 }
 
 // Near the logarithm of 0.69 times the mean gap; the neighbours are tried too.
-unsigned RiceWriter::best_parameter() const {
+unsigned best_parameter(std::span<const Index> gaps) {
   std::uint64_t sum = 0;
-  for (std::size_t i = 0; i < count_; ++i) sum += gaps_[i];
-  const std::uint64_t scaled = sum * 11 / (16 * count_);
+  for (const Index gap : gaps) sum += gap;
+  const std::uint64_t scaled = sum * 11 / (16 * gaps.size());
   const unsigned guess = scaled == 0 ? 0 : static_cast<unsigned>(std::bit_width(scaled)) - 1;
   unsigned best = guess > 0 ? guess - 1 : 0;
-  std::uint64_t least = bits_with(best);
+  std::uint64_t least = bits_with(gaps, best);
   for (unsigned parameter = best + 1; parameter <= std::min(guess + 1, 31u); ++parameter) {
-    const std::uint64_t bits = bits_with(parameter);
+    const std::uint64_t bits = bits_with(gaps, parameter);
     if (bits < least) {
       least = bits;
       best = parameter;
@@ -104,26 +131,48 @@ unsigned RiceWriter::best_parameter() const {
   return best;
 }
 
-void RiceWriter::write_block() {
-  const unsigned parameter = best_parameter();
+void write_block(std::span<const Index> gaps, BitWriter& writer) {
+  const unsigned parameter = best_parameter(gaps);
   const Index mask = (Index{1} << parameter) - 1;
-  put(parameter, kParameterBits);
-  for (std::size_t i = 0; i < count_; ++i) {
-    const Index zeros = gaps_[i] >> parameter;
-    const std::uint64_t code = std::uint64_t{gaps_[i] & mask} << 1 | 1;
+  writer.put(parameter, kParameterBits);
+  for (const Index gap : gaps) {
+    const Index zeros = gap >> parameter;
+    const std::uint64_t code = std::uint64_t{gap & mask} << 1 | 1;
     if (zeros + parameter < kAtOnce) {
-      put(code << zeros, zeros + parameter + 1);
+      writer.put(code << zeros, zeros + parameter + 1);
     } else {
-      put_zeros(zeros);
-      put(code, parameter + 1);
+      writer.put_zeros(zeros);
+      writer.put(code, parameter + 1);
     }
   }
-  count_ = 0;
 }
 
-std::byte* RiceWriter::finish() {
-  if (count_ > 0) write_block();
-  return filled_ > 0 ? out_ + 1 : out_;  // its bits are already there
+void write_blocks(std::span<const Index> gaps, BitWriter& writer) {
+  for (std::size_t start = 0; start < gaps.size(); start += kBlock) {
+    write_block(gaps.subspan(start, std::min(kBlock, gaps.size() - start)), writer);
+  }
+}
+
+}  // namespace
+
+// Stretches are written far enough apart and then pushed together. No gap takes more than 34 bits
+// of its 5 bytes, so none runs into the next, nor over what is still to be read.
+std::byte* write_rice(std::span<const Index> gaps, Threads& threads, std::byte* out) {
+  const Stretches stretches(gaps.size(), 16, kBlock);
+  BitWriter all(out);
+  if (threads.count() == 1 || stretches.count() < 2) {
+    write_blocks(gaps, all);
+    return all.end();
+  }
+  std::array<BitWriter, Stretches::kMost> writers;
+  threads.for_each(stretches.count(), [&](std::size_t s) {
+    const std::size_t begin = stretches.begin(s);
+    writers[s] = BitWriter(out + 5 * begin);
+    write_blocks(gaps.subspan(begin, stretches.length(s)), writers[s]);
+  });
+  all = writers[0];
+  for (std::size_t s = 1; s < stretches.count(); ++s) all.append(writers[s]);
+  return all.end();
 }
 
 // ---- reading -----------------------------------------------------------------------------------

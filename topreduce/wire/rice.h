@@ -1,11 +1,11 @@
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
 
 #include "topreduce/sparse_vector.h"
+#include "topreduce/threads.h"
 
 // Ascending indices as the gaps between them, Rice-coded in blocks of 256. A block starts with its
 // parameter k in 5 bits; each gap follows as gap >> k zeros, a one, and its lowest k bits. Bits
@@ -13,35 +13,13 @@
 
 namespace topreduce::wire {
 
-/// Writes gaps one by one.
-class RiceWriter {
- public:
-  /// Room that `count` indices need, wherever they lie.
-  static constexpr std::size_t most_bytes(std::size_t count) { return 5 * count + 16; }
+/// Room that `count` gaps need, wherever they lie.
+constexpr std::size_t most_rice_bytes(std::size_t count) {
+  return 5 * count + 16;
+}
 
-  /// Writes from `out` on, where there must be room for most_bytes.
-  explicit RiceWriter(std::byte* out) : out_(out) {}
-
-  void push(Index gap) {
-    gaps_[count_++] = gap;
-    if (count_ == gaps_.size()) write_block();
-  }
-  /// Returns the end of what was written.
-  std::byte* finish();
-
- private:
-  void write_block();
-  unsigned best_parameter() const;
-  std::uint64_t bits_with(unsigned parameter) const;
-  void put(std::uint64_t bits, unsigned count);
-  void put_zeros(std::uint64_t count);
-
-  std::byte* out_;
-  std::uint64_t pending_ = 0;  // bits not yet written ...
-  unsigned filled_ = 0;        // ... and how many, fewer than 8 between puts
-  std::array<Index, 256> gaps_;
-  std::size_t count_ = 0;
-};
+/// Writes `gaps` from `out` on, where there must be room for most_rice_bytes; returns the end.
+std::byte* write_rice(std::span<const Index> gaps, Threads& threads, std::byte* out);
 
 /// Reads indices.size() ascending indices below `places` from the start of `bytes`; returns how
 /// many bytes they take. Throws WireError for anything else.

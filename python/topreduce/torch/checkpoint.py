@@ -22,10 +22,11 @@ FORMAT = 1
 
 def pack(reducer: Reducer, rank: int, ranks: int) -> dict[str, Any]:
     """The reducer's state under this rank's keys."""
+    settings = {name: value for name, value in reducer.spec.items() if name != "threads"}
     return {
         "format": FORMAT,
         "ranks": ranks,
-        **{f"settings/{name}": value for name, value in reducer.spec.items()},
+        **{f"settings/{name}": value for name, value in settings.items()},
         **{f"rank{rank}/{key}": value for key, value in _flatten(reducer).items()},
     }
 
