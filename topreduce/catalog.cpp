@@ -207,6 +207,19 @@ std::span<const Setting> common_settings() {
   return entries;
 }
 
+std::vector<StageInfo> stages() {
+  std::vector<StageInfo> all;
+  const auto list = [&](std::string_view kind, const auto& entries) {
+    for (const auto& entry : entries) {
+      all.push_back({kind, entry.name, entry.summary, entry.settings});
+    }
+  };
+  list("feedback", feedbacks());
+  list("select", selectors());
+  list("exchange", exchanges());
+  return all;
+}
+
 const FeedbackEntry& find_feedback(std::string_view name) {
   return find(feedbacks(), "feedback", name);
 }

@@ -10,6 +10,7 @@
 #include "topreduce/exchange/exchange.h"
 #include "topreduce/feedback/feedback.h"
 #include "topreduce/layout.h"
+#include "topreduce/methods.h"
 #include "topreduce/select/selector.h"
 #include "topreduce/spec.h"
 
@@ -18,22 +19,6 @@
 // here.
 
 namespace topreduce {
-
-/// A setting: its meaning, its default, and what it may be.
-struct Setting {
-  enum class Kind { number, integer, choice, text };
-  std::string_view name;
-  Kind kind;
-  std::string_view fallback;  ///< the default, as a user would write it
-  double low = 0;             ///< numbers: the range, both ends included ...
-  double high = 0;
-  bool above_low = false;    ///< ... or without its lower end
-  std::string_view choices;  ///< choices: the words, separated by '|'
-  std::string_view meaning;
-};
-
-/// Which cuts of the model into exchanges an entry can work with.
-enum class Granularity { model, bucket, any };
 
 /// Who decides what an exchange sends.
 enum class Choice { alone, together, everything };
@@ -78,28 +63,13 @@ struct ExchangeEntry : Entry<exchange::Exchange> {
   Choice choice;
 };
 
-/// A published pipeline: which stage stands where unless the user says otherwise.
-struct Method {
-  std::string_view name;
-  std::string_view summary;
-  std::string_view feedback;
-  std::string_view select_model;   ///< with granularity "model"; empty if all ranks choose together
-  std::string_view select_bucket;  ///< with granularity "bucket"
-  std::string_view exchange;
-  std::string_view paper;
-};
-
 std::span<const FeedbackEntry> feedbacks();
 std::span<const SelectEntry> selectors();
 std::span<const ExchangeEntry> exchanges();
-std::span<const Method> methods();
-/// Settings that every method takes.
-std::span<const Setting> common_settings();
 
 /// The entry called `name`; otherwise std::invalid_argument with the nearest and the known ones.
 const FeedbackEntry& find_feedback(std::string_view name);
 const SelectEntry& find_select(std::string_view name);
 const ExchangeEntry& find_exchange(std::string_view name);
-const Method& find_method(std::string_view name);
 
 }  // namespace topreduce

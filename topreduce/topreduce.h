@@ -8,5 +8,6 @@
 #endif
 #include "topreduce/comm/self.h"
 #include "topreduce/comm/thread.h"
+#include "topreduce/methods.h"
 #include "topreduce/reducer.h"
 #include "topreduce/version.h"

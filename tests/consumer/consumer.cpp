@@ -22,6 +22,7 @@ int main(int argc, char** argv) {
       ++wrong;
     } catch (const std::invalid_argument&) {
     }
+    wrong += topreduce::methods().empty() || topreduce::stages().empty();
     if (comm.rank() == 0)
       std::printf("topreduce %s, %d ranks\n", topreduce::version(), comm.size());
   }
