@@ -33,7 +33,8 @@ constexpr const char* kHelp = R"(usage: mpirun -n 8 topreduce_bench [options]
 Milliseconds. p50, p99: of the whole step on its slowest rank. look to commit: medians of the mean
 over the ranks; exchange holds the waiting for slower ranks too, least is that of the rank that
 waits least: what the network itself takes. dense: p50 of MPI_Allreduce. times, and times of least:
-how much longer dense takes. bytes: sent by each rank and step, in the mean.
+how much longer dense takes. bytes: sent by each rank and step, in the mean. The last row of a size
+is MPI_Allreduce again, after all others: how far its times is from 1 shows the noise.
 )";
 
 struct Options {
@@ -150,7 +151,8 @@ double milliseconds_of(Body&& body) {
 
 constexpr int kUnmeasured = 3;
 
-double dense_p50(Gradients& gradients, std::vector<float>& gradient, int steps) {
+/// Of MPI_Allreduce, step by step.
+std::vector<double> dense_times(Gradients& gradients, std::vector<float>& gradient, int steps) {
   std::vector<double> times;
   for (int step = -1; step < steps; ++step) {
     gradients.draw(gradient);
@@ -160,7 +162,7 @@ double dense_p50(Gradients& gradients, std::vector<float>& gradient, int steps) 
     });
     if (step >= 0) times.push_back(time);
   }
-  return quantile(times, 0.5);
+  return times;
 }
 
 struct Row {
@@ -225,6 +227,21 @@ void show(const Row& row) {
               row.dense, row.dense / p50, row.dense / least);
 }
 
+// The A/A row: dense against itself.
+void show_again(std::size_t entries, double dense, const std::vector<double>& again,
+                Options::Output output, int ranks) {
+  const double p50 = quantile(again, 0.5), p99 = quantile(again, 0.99);
+  if (output == Options::Output::json) {
+    std::printf("{\"ranks\": %d, \"method\": \"MPI_Allreduce\", \"entries\": %zu, ", ranks,
+                entries);
+    std::printf("\"dense_ms\": %.4f, \"again_ms\": %.4f, \"again_p99_ms\": %.4f}\n", dense, p50,
+                p99);
+    return;
+  }
+  std::printf("%-18s %10zu %*s %8.2f %8.2f %8.2f %7.2f\n", "MPI_Allreduce A/A", entries, 80, "",
+              p50, p99, dense, dense / p50);
+}
+
 void show_json(const Row& row, int ranks) {
   std::printf("{\"ranks\": %d, \"method\": \"%s\", \"density\": %s, \"entries\": %zu, ", ranks,
               row.method.c_str(), row.density.c_str(), row.entries);
@@ -244,7 +261,8 @@ void run(const Options& options) {
   if (comm.rank() == 0 && table) show_head(comm.size());
   for (const std::size_t entries : options.entries) {
     std::vector<float> gradient(entries);
-    const double dense = dense_p50(gradients, gradient, std::max(3, options.steps / 4));
+    const int dense_steps = std::max(3, options.steps / 4);
+    const double dense = quantile(dense_times(gradients, gradient, dense_steps), 0.5);
     for (const std::string& density : options.densities) {
       for (const std::string& method : options.methods) {
         Row row = measure(comm, gradients, gradient, options, method, density);
@@ -254,6 +272,9 @@ void run(const Options& options) {
         std::fflush(stdout);
       }
     }
+    const auto again = dense_times(gradients, gradient, dense_steps);
+    if (comm.rank() == 0) show_again(entries, dense, again, options.output, comm.size());
+    std::fflush(stdout);
   }
 }
 

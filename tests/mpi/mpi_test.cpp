@@ -2,6 +2,8 @@
 
 #include "topreduce/comm/mpi.h"
 
+#include <cstring>
+
 #include <gtest/gtest.h>
 
 #include "tests/comm_suite.h"
@@ -80,6 +82,29 @@ TEST(Mpi, RefusesLimitsThatCannotWork) {
   EXPECT_THROW(Mpi(MPI_COMM_WORLD, {.piece = 0}), std::invalid_argument);
   EXPECT_THROW(Mpi(MPI_COMM_WORLD, {.piece = std::size_t{1} << 31}), std::invalid_argument);
   EXPECT_THROW(Mpi(MPI_COMM_WORLD, {.partners = 0}), std::invalid_argument);
+}
+
+// Not among those that run by themselves: it takes 5 GB of memory.
+TEST(LargeMpi, APartOfMoreThan2GBArrivesWhole) {
+  Mpi comm;
+  ASSERT_GE(comm.size(), 2);
+  constexpr std::size_t kWords = (std::size_t{1} << 28) + 12'345;
+  const auto word = [](std::size_t i) { return i * 0x9E3779B97F4A7C15 + 1; };
+  std::vector<std::uint64_t> part(comm.rank() == 0 ? kWords : 0);
+  for (std::size_t i = 0; i < part.size(); ++i) part[i] = word(i);
+  std::vector<std::size_t> counts(static_cast<std::size_t>(comm.size()), 0);
+  counts[1] = part.size() * sizeof(part[0]);
+  Inbox inbox;
+  comm.all_to_all(std::as_bytes(std::span(part)), counts, inbox);
+  const auto got = inbox.from(0);
+  ASSERT_EQ(got.size(), comm.rank() == 1 ? kWords * sizeof(part[0]) : 0);
+  std::size_t wrong = 0;
+  for (std::size_t i = 0; i * sizeof(part[0]) < got.size(); ++i) {
+    std::uint64_t came = 0;
+    std::memcpy(&came, got.data() + i * sizeof(came), sizeof(came));
+    wrong += came != word(i);
+  }
+  EXPECT_EQ(wrong, 0u);
 }
 
 // ---- errors ------------------------------------------------------------------------------------
