@@ -84,6 +84,7 @@ class Attending : public testing::TestWithParam<std::tuple<const char*, int>> {
   static void expect_law(Cluster& cluster, const Scene& scene, const std::vector<Floats>& before,
                          const std::vector<Outcome>& outcomes, float divisor) {
     const Layout& layout = cluster[0].layout();
+    const bool scales = has_scales(cluster[0]);
     for (std::size_t id = 0; id < layout.count(); ++id) {
       for (std::size_t i = layout[id].offset; i < layout[id].offset + layout[id].size; ++i) {
         double settled = 0, size = 0;
@@ -95,7 +96,7 @@ class Attending : public testing::TestWithParam<std::tuple<const char*, int>> {
           ASSERT_TRUE(scene.used(id) || untouched) << layout[id].name;
         }
         ASSERT_NEAR(outcomes[0].gradient[i], static_cast<float>(settled) / divisor,
-                    has_scales(cluster[0]) ? 1e-5 * size : 0)
+                    scales ? 1e-5 * size : 0)
             << layout[id].name;
       }
     }
