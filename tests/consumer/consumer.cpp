@@ -10,7 +10,8 @@ int main(int argc, char** argv) {
   {
     topreduce::comm::Mpi comm;
     const auto ranks = static_cast<std::size_t>(comm.size());
-    topreduce::Reducer reducer(topreduce::Layout({{"weight", {1000}}}), "ok_topk:density=0.01");
+    topreduce::Reducer reducer(topreduce::Layout({{"weight", {1000}}}),
+                               "ok_topk:density=0.01,values=fp32");
     std::vector<float> gradient(1000);
     gradient[static_cast<std::size_t>(comm.rank())] = 1;
     reducer.average(comm, gradient);  // was: MPI_Allreduce, and a division
