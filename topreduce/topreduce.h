@@ -1,5 +1,9 @@
 #pragma once
 
+#if __cplusplus < 202002L
+#error "topreduce needs C++20: -std=c++20"
+#endif
+
 // Everything a program needs. Linked with topreduce::mpi it gets comm::Mpi too: that target defines
 // TOPREDUCE_WITH_MPI.
 

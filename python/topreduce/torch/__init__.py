@@ -3,6 +3,11 @@
 sync = topreduce.torch.attach(ddp_model, "topk", density=0.01)
 """
 
+from importlib.util import find_spec
+
+if find_spec("torch") is None:
+    raise ModuleNotFoundError("topreduce.torch needs PyTorch: pip install torch", name="torch")
+
 from topreduce import CommError, WireError
 from topreduce.torch.attachment import attach
 from topreduce.torch.resharding import reshard
