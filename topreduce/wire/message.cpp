@@ -70,7 +70,7 @@ void for_each_range(const SparseVector& entries, Pieces pieces, Body&& body) {
 
 // A run, by several threads.
 Vote encode(Values values, std::span<float> run, Threads& threads, std::byte*& out) {
-  const Stretches stretches(run.size(), 4, kBlockValues);
+  const Stretches stretches(run.size(), 1, kBlockValues);
   std::array<Vote, Stretches::kMost> votes;
   threads.for_each(stretches.count(), [&](std::size_t s) {
     const std::size_t begin = stretches.begin(s);

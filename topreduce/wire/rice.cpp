@@ -158,7 +158,7 @@ void write_blocks(std::span<const Index> gaps, BitWriter& writer) {
 // Stretches are written far enough apart and then pushed together. No gap takes more than 34 bits
 // of its 5 bytes, so none runs into the next, nor over what is still to be read.
 std::byte* write_rice(std::span<const Index> gaps, Threads& threads, std::byte* out) {
-  const Stretches stretches(gaps.size(), 16, kBlock);
+  const Stretches stretches(gaps.size(), 1, kBlock);
   BitWriter all(out);
   if (threads.count() == 1 || stretches.count() < 2) {
     write_blocks(gaps, all);
