@@ -74,12 +74,19 @@ void run(std::size_t count) {
     step.use(threads);
     step.commit(delivery);
   });
-  for (const auto& [name, values] :
-       {std::pair("pack 1 %, bf16", wire::Values::bf16), {"pack 1 %, int4", wire::Values::int4}}) {
+  struct Packing {
+    const char* name;
+    wire::Values values;
+    double density;
+  };
+  for (const auto& [name, values, density] : {Packing{"pack 1 %, bf16", wire::Values::bf16, 0.01},
+                                              {"pack 1 %, int4", wire::Values::int4, 0.01},
+                                              {"pack 10 %, bf16", wire::Values::bf16, 0.1},
+                                              {"pack 10 %, int4", wire::Values::int4, 0.1}}) {
     const wire::Envelope envelope{.universe = kEntries, .values = values};
     SparseVector entries;
     std::mt19937 rng(1);
-    std::geometric_distribution<Index> gap(0.01);
+    std::geometric_distribution<Index> gap(density);
     std::normal_distribution<float> normal;
     for (Index at = gap(rng); at < kEntries; at += gap(rng) + 1) {
       entries.push_back(at, normal(rng));

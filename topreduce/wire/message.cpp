@@ -153,7 +153,9 @@ void check(const Envelope& envelope, Pieces pieces, const SparseVector& entries)
 // ---- writing -----------------------------------------------------------------------------------
 
 Vote pack(const Envelope& envelope, Pieces pieces, Vote vote, SparseVector& entries, Bytes& out,
-          Threads& threads) {
+          Threads& given) {
+  // Entries are few beside those that were looked at: what does not last long stays on one thread.
+  Threads& threads = entries.size() < 8 * Stretches::grain ? Threads::none() : given;
   check(envelope, pieces, entries);
   const std::size_t start = out.size();
   out.resize(start + largest_message(entries.size(), pieces.size()));
