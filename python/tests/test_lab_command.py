@@ -55,28 +55,31 @@ def test_a_training_on_the_clock_of_a_race(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "--local --hosts 2 --rounds 1 --steps 4 --evaluate-every 2 --seeds 2 --clock race"
-    methods = "dense,topk:density=0.05,warmup_steps=1,post_local_sgd:2"
+    methods = "dense,topk:density=0.05,warmup_steps=1,ramp_steps=0,post_local_sgd:2"
     out = tmp_path / "a.json"
     code = lab("train", *words.split(), *TINY, "--methods", methods, "--out", str(tmp_path))
     assert code == 0, capsys.readouterr().err
     (tmp_path / "results.json").rename(out)
     results = json.loads(out.read_text())
-    assert [(run["spec"].split(":")[0], run["seed"]) for run in results["runs"]] == [
-        (name, seed) for seed in (0, 1) for name in ("dense", "topk", "post_local_sgd")
+    assert [(run["label"].split(":")[0], run["seed"]) for run in results["runs"]] == [
+        (name, seed)
+        for seed in (0, 1)
+        for name in ("dense", "dense (A/A)", "topk", "post_local_sgd")
     ]
     for run in results["runs"]:
         steps = [each["step"] for each in run["evaluations"]]
         assert steps[0] == 0 and steps[-1] == len(run["seconds"])
-        if run["spec"] == "dense":
+        if run["label"] == "dense":
             assert steps == [0, 2, 4]
         assert len(run["density"]) == (len(run["losses"]) if "topk" in run["spec"] else 0)
-    sparse = results["runs"][1]
+    dense, again, sparse = results["runs"][:3]
+    assert dense["losses"][0] != again["losses"][0], "other weights and batches"
     assert sparse["density"][0] == 1, "the warm-up"
     assert sparse["density"][-1] < 0.2
     assert {row["spec"] for row in results["race"]} == {
         "noop",
         "dense",
-        "topk:density=0.05,warmup_steps=1",
+        "topk:density=0.05,warmup_steps=1,ramp_steps=0",
     }
     printed = capsys.readouterr().out
     assert "(where dense ended)" in printed

@@ -50,8 +50,9 @@ def test_only_stock_methods_are_not_ours() -> None:
 def test_a_race_measures_the_steady_step() -> None:
     words = "topk:density=0.02,warmup_steps=5,select=(carried:gain=0.2),ramp_steps=9,seed=1"
     (method,) = parse_methods(words)
-    assert method.steady().spec == "topk:density=0.02,select=(carried:gain=0.2)"
-    assert parse_methods("topk:ramp_steps=9")[0].steady().spec == "topk"
+    at_once = "warmup_steps=0,ramp_steps=0"
+    assert method.steady().spec == f"topk:density=0.02,select=(carried:gain=0.2),{at_once}"
+    assert parse_methods("topk:ramp_steps=9")[0].steady().spec == f"topk:{at_once}"
     assert parse_methods("powersgd:2")[0].steady().spec == "powersgd:2"
 
 

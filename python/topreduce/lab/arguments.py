@@ -11,7 +11,7 @@ from topreduce.lab.models import MODELS, Workload
 from topreduce.lab.runs import Network
 
 RACE_METHODS = "noop,dense,fp16,powersgd:1,powersgd:4,topk:density=0.01,ok_topk:density=0.01"
-TRAIN_METHODS = "dense,powersgd:4,topk:density=0.01,ok_topk:density=0.01"
+TRAIN_METHODS = "dense,powersgd:8,topk:density=0.01,ok_topk:density=0.01"
 
 
 def make_parser() -> argparse.ArgumentParser:

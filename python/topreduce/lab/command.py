@@ -61,13 +61,18 @@ def guarded(action: Callable[[], None], name: str) -> int:
     return 0
 
 
+def saver(folder: Path) -> Callable[[Results], None]:
+    """Keeps the results there, and replaces them when more come."""
+    return lambda results: save(results, folder / "results.json")
+
+
 def publish(console: Console, results: Results, folder: Path) -> Path:
     """Tables on the terminal, results.json and report.html in the folder; returns the page."""
     for grid in grids(results):
         console.print(rich_table(grid))
         console.print("\n".join(grid.notes), style="dim", highlight=False)
         console.print()
-    save(results, folder / "results.json")
+    saver(folder)(results)
     page = folder / "report.html"
     page.write_text(report.page([results]))
     console.print(f"{folder / 'results.json'}\n{page}", highlight=False, soft_wrap=True)
@@ -109,7 +114,9 @@ def _train(asked: argparse.Namespace, console: Console) -> None:
     wanted = network(asked)
     _become_root(asked)
     folder = new_folder(asked.out, "train")
-    results = runs.train(console, wanted, options, asked.clock, asked.rounds, _command(asked))
+    results = runs.train(
+        console, wanted, options, asked.clock, asked.rounds, _command(asked), saver(folder)
+    )
     _finish(asked, console, results, folder)
 
 

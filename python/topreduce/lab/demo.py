@@ -14,13 +14,13 @@ from rich.text import Text as Line
 from topreduce.lab import runs
 from topreduce.lab.arguments import as_seconds
 from topreduce.lab.cluster import become_root, obstacle, parse_rates
-from topreduce.lab.command import guarded, make_console, publish
+from topreduce.lab.command import guarded, make_console, publish, saver
 from topreduce.lab.methods import parse_methods
 from topreduce.lab.models import Workload
 from topreduce.lab.results import Results, new_folder
 from topreduce.lab.train import TrainOptions
 
-METHODS = "dense,topk:density=0.01,ramp_steps=40"
+METHODS = "dense,topk:density=0.01"
 SAMPLE_CHARACTERS = 240
 SAMPLE_LINES = 4
 
@@ -77,7 +77,7 @@ def _run(asked: argparse.Namespace, words: Sequence[str], console: Console) -> N
     )
     folder = new_folder(asked.out, "demo")
     command = shlex.join(["./run", "demo", *words])
-    results = runs.train(console, network, options, "real", rounds=3, command=command)
+    results = runs.train(console, network, options, "real", 3, command, saver(folder))
     _show_samples(console, results)
     publish(console, results, folder)
 

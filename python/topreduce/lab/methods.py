@@ -23,6 +23,7 @@ from topreduce import Layout, Reducer
 OURS = "topreduce."  # "topreduce.dense" is our dense, "dense" is DDP's own all-reduce
 STEPS_BEFORE_POWERSGD = 2  # it refuses to begin earlier
 LOCAL_SGD_WARMUP = 10
+AGAIN = " (A/A)"  # after the name of a method that is measured a second time
 _SCHEDULE = ("warmup_steps", "ramp_steps", "seed")
 
 
@@ -63,7 +64,12 @@ class Method:
         """Without the steps that a training begins with, which send more."""
         if not self.is_ours:
             return self
-        return Method(self.label, _without_schedule(self.spec))
+        spec = _without_schedule(self.spec)
+        return Method(self.label, f"{spec}{',' if ':' in spec else ':'}warmup_steps=0,ramp_steps=0")
+
+    def again(self) -> Method:
+        """The same under another name: what the two differ by is noise."""
+        return Method(self.label + AGAIN, self.spec)
 
     def attach(self, model: nn.Module, seed: int) -> Attached:
         """Wraps the model in DDP. Collective."""

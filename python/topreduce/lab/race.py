@@ -20,7 +20,6 @@ from topreduce.lab.trainer import Step, Trainer
 
 STAGES = ("look", "choose", "pack", "network", "unpack", "commit")
 WARM_UP_STEPS = 3  # DDP cuts its buckets anew after the first, PowerSGD begins with the third
-AGAIN = " (A/A)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +65,7 @@ class RaceRow:
 
 def with_again(methods: Sequence[Method]) -> list[Method]:
     """The first method a second time: the A/A row."""
-    first = methods[0]
-    return [first, Method(first.label + AGAIN, first.spec), *methods[1:]]
+    return [methods[0], methods[0].again(), *methods[1:]]
 
 
 def race_rank(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
@@ -18,7 +18,7 @@ from topreduce.lab.progress import progress
 from topreduce.lab.race import RaceOptions, RaceRow, Turn, race_rank, race_rows, with_again
 from topreduce.lab.results import Results
 from topreduce.lab.selftest import LinkCheck, check_links, refuse_if_off
-from topreduce.lab.train import Progress, TrainOptions, TrainRun, train_rank
+from topreduce.lab.train import Progress, TrainOptions, TrainRun, in_order, train_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,31 +91,47 @@ def race(console: Console, network: Network, options: RaceOptions, command: str)
 
 
 def train(
-    console: Console, network: Network, options: TrainOptions, clock: str, rounds: int, command: str
+    console: Console,
+    network: Network,
+    options: TrainOptions,
+    clock: str,
+    rounds: int,
+    command: str,
+    keep: Callable[[Results], None],
 ) -> Results:
-    """Runs a short race, for step times and their noise, then the trainings."""
+    """Runs a short race, for step times and their noise, then the trainings.
+
+    `keep` gets what there is after every one of them: a run of hours may be cut short.
+    """
     racing = RaceOptions(
         workload=options.workload, methods=_racing_methods(options.methods), rounds=rounds
     )
+
+    def so_far(runs: list[TrainRun]) -> Results:
+        return Results(
+            command=command,
+            ranks=network.hosts,
+            network=network.words(),
+            workload=asdict(options.workload),
+            clock=clock,
+            links=[asdict(check) for check in checks],
+            race=rows,
+            runs=on_the_clock_of(rows, runs) if clock == "race" else runs,
+            target_loss=options.target_loss,
+            seconds=options.seconds,
+        )
+
+    def next_run(runs: list[TrainRun]) -> None:
+        keep(so_far(runs))
+
     with built(console, network) as (places, checks):
         rows = _race(console, network, racing, places)
         if clock == "real":
-            runs = _train(console, network, options, places)
+            runs = _train(console, network, options, places, next_run)
     if clock == "race":
         with built(console, network.unlimited()) as (places, _):
-            runs = on_the_clock_of(rows, _train(console, network, options, places))
-    return Results(
-        command=command,
-        ranks=network.hosts,
-        network=network.words(),
-        workload=asdict(options.workload),
-        clock=clock,
-        links=[asdict(check) for check in checks],
-        race=rows,
-        runs=runs,
-        target_loss=options.target_loss,
-        seconds=options.seconds,
-    )
+            runs = _train(console, network, options, places, next_run)
+    return so_far(runs)
 
 
 def _racing_methods(methods: Sequence[Method]) -> list[Method]:
@@ -139,19 +155,29 @@ def _race(
 
 
 def _train(
-    console: Console, network: Network, options: TrainOptions, places: list[Place] | None
+    console: Console,
+    network: Network,
+    options: TrainOptions,
+    places: list[Place] | None,
+    next_run: Callable[[list[TrainRun]], None],
 ) -> list[TrainRun]:
     seeds = range(options.workload.seed, options.workload.seed + options.seeds)
     labels = {
         (method.label, seed): f"{method.label}, seed {seed}" if options.seeds > 1 else method.label
         for seed in seeds
-        for method in options.methods
+        for method in in_order(options)
     }
+    runs: list[TrainRun] = []
     with progress(console, list(labels.values()), 100, "%") as advance:
 
-        def show(news: Progress) -> None:
+        def show(news: Progress | TrainRun) -> None:
+            if isinstance(news, TrainRun):
+                runs.append(news)
+                return next_run(runs)
             done = min(100, int(100 * news.share))
             label = labels[news.label, news.seed]
-            advance(label, done, f"step {news.step}, loss {news.loss:.2f}")
+            words = [f"step {news.step}", f"loss {news.loss:.2f}", news.reached]
+            advance(label, done, ", ".join(filter(None, words)))
 
-        return launch(train_rank, network.hosts, options, show, places)[0]
+        launch(train_rank, network.hosts, options, show, places)
+    return runs

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from topreduce.lab.race import AGAIN, RaceRow
+from topreduce.lab.methods import AGAIN
+from topreduce.lab.race import RaceRow
 from topreduce.lab.results import Results, mean
 from topreduce.lab.train import Evaluation
 
@@ -133,6 +134,7 @@ def train_grid(results: Results) -> Grid:
                 f"{1e3 * mean([statistics.median(run.seconds) for run in runs]):.0f}",
             ]
         )
+    again = any(label.endswith(AGAIN) for label in results.labels())
     aims = ", ".join(f"{loss:.3f}" for loss in losses.values() if loss is not None)
     clock = (
         "Trained without the limit; a step takes what it took in the race above, more where it "
@@ -146,8 +148,9 @@ def train_grid(results: Results) -> Grid:
         + " A dash: not reached.",
         clock,
         "seconds, MB and steps until that loss, one number for each seed; the ratio of the seconds "
-        "is their mean, with the smallest and the largest. "
-        "The A/A row of the race shows the noise of a step.",
+        "is their mean, with the smallest and the largest.",
+        "The A/A row of the race shows the noise of a step"
+        + ("; here it is dense with other weights and batches." if again else "."),
     ]
     first = results.labels()[0]
     return Grid(

@@ -11,11 +11,12 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from topreduce.lab.methods import Method
+from topreduce.lab.methods import AGAIN, Method
 from topreduce.lab.models import Workload
 from topreduce.lab.trainer import Step, Trainer
 
 REFERENCE = "dense"
+SEEDS_APART = 1000  # of a training and its A/A: other weights, other batches
 _RECENT = 20  # steps whose mean loss is shown
 _LAST_SHARE = 0.1  # of the learning rate, at the end of a cosine
 
@@ -28,7 +29,7 @@ class TrainOptions:
     methods: Sequence[Method]
     seeds: int = 1
     steps: int = 300
-    seconds: float | None = None  # train each method for this long, whatever steps that gives
+    seconds: float | None = None  # train each method for all of this, whatever steps that gives
     target_loss: float | None = None  # stop here; None: the loss that dense ends with, if it runs
     patience: float = 3.0  # methods that have not reached it after so many times the steps give up
     evaluate_every: int = 20
@@ -47,6 +48,7 @@ class Progress:
     step: int
     share: float  # of the work, as far as known
     loss: float
+    reached: str  # when it had the loss to reach, in words; empty: not yet
 
 
 @dataclass(frozen=True)
@@ -86,23 +88,30 @@ class TrainRun:
 
 
 def train_rank(
-    rank: int, world_size: int, options: TrainOptions, report: Callable[[Progress], None]
-) -> list[TrainRun]:
-    """Every method with every seed, one after the other in the same processes."""
+    rank: int, world_size: int, options: TrainOptions, report: Callable[[Progress | TrainRun], None]
+) -> None:
+    """Every method with every seed, one after the other in the same processes.
+
+    Rank 0 reports each training as soon as it is over, so that no later one can take it along.
+    """
     torch.set_num_threads(1)
-    runs = []
     for seed in range(options.workload.seed, options.workload.seed + options.seeds):
         target = options.target_loss
-        for method in _reference_first(options.methods):
+        for method in in_order(options):
             training = _Training(rank, options, method, seed, target, report)
-            runs.append(training.run())
-            if method.spec == REFERENCE and options.target_loss is None:
-                target = runs[-1].final_loss
-    return runs
+            run = training.run()
+            if rank == 0:
+                report(run)
+            if method.spec == REFERENCE and target is None:
+                target = run.final_loss
 
 
-def _reference_first(methods: Sequence[Method]) -> list[Method]:
-    return sorted(methods, key=lambda method: method.spec != REFERENCE)
+def in_order(options: TrainOptions) -> list[Method]:
+    """Dense first, since it sets the loss to reach; then again, to reach its own."""
+    methods = sorted(options.methods, key=lambda method: method.spec != REFERENCE)
+    if methods[0].spec == REFERENCE and options.seconds is None:
+        methods.insert(1, methods[0].again())
+    return methods
 
 
 class _Training:
@@ -123,10 +132,12 @@ class _Training:
         self._seed = seed
         self._target = target
         self._report = report
-        workload = dataclasses.replace(options.workload, seed=seed)
+        apart = SEEDS_APART if method.label.endswith(AGAIN) else 0
+        workload = dataclasses.replace(options.workload, seed=seed + apart)
         self._trainer = Trainer(rank, workload, method, options.optimizer, options.learning_rate)
         self._steps: list[Step] = []
         self._evaluations: list[Evaluation] = []
+        self._reached = ""
         self._share = 0.0  # of the training that is done; the same on all ranks
         self._next_look = 1
         self._spent = 0.0
@@ -170,8 +181,7 @@ class _Training:
         """How much is done? Where time decides, rank 0 tells the others about once a second."""
         done, options = len(self._steps), self._options
         if options.seconds is None:
-            reaching = self._target is not None and self._method.spec != REFERENCE
-            self._share = done / (options.steps * (options.patience if reaching else 1))
+            self._share = done / (options.steps * (1 if self._target is None else options.patience))
         elif done >= self._next_look:
             steps_per_second = done / max(self._spent, 1e-3)
             word = torch.tensor([self._spent / options.seconds, max(1.0, steps_per_second)])
@@ -180,7 +190,9 @@ class _Training:
         if self._rank == 0:
             recent = [step.loss for step in self._steps[-_RECENT:]]
             loss = sum(recent) / len(recent)
-            self._report(Progress(self._method.label, self._seed, done, self._share, loss))
+            self._report(
+                Progress(self._method.label, self._seed, done, self._share, loss, self._reached)
+            )
 
     def _evaluate(self) -> None:
         """Outside of the clock: neither its seconds nor its bytes count."""
@@ -193,5 +205,8 @@ class _Training:
                 loss=loss,
             )
         )
-        if self._target is not None and loss <= self._target:
+        if self._target is None or loss > self._target or self._reached:
+            return
+        self._reached = f"{self._target:.2f} reached in {self._spent:.0f} s"
+        if self._options.seconds is None:
             self._share = 1.0
