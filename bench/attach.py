@@ -28,12 +28,13 @@ from topreduce.lab.launch import launch
 from topreduce.lab.models import next_id_loss
 from topreduce.lab.text import load_text
 
+STEADY = {"density": 0.01, "warmup_steps": 0, "ramp_steps": 0}
 VARIANTS = {
     "noop_hook": None,
     "noop_hook (A/A)": None,
     "plain DDP": None,
-    "topk 1 %, bucket": {"method": "topk", "density": 0.01, "granularity": "bucket"},
-    "topk 1 %, model": {"method": "topk", "density": 0.01, "granularity": "model"},
+    "topk 1 %, bucket": {**STEADY, "method": "topk", "granularity": "bucket"},
+    "topk 1 %, model": {**STEADY, "method": "topk", "granularity": "model"},
 }
 
 

@@ -15,11 +15,12 @@ from pathlib import Path
 
 RANKS = 4
 STEPS = 40
+STEADY = {"density": 0.01, "warmup_steps": 0, "ramp_steps": 0}
 RUNS = [
-    ("topk", {"density": 0.01, "values": "bf16"}),
-    ("topk", {"density": 0.01, "values": "int4"}),
-    ("ok_topk", {"density": 0.01, "values": "bf16"}),
-    ("ok_topk", {"density": 0.01, "values": "int4"}),
+    ("topk", {**STEADY, "values": "bf16"}),
+    ("topk", {**STEADY, "values": "int4"}),
+    ("ok_topk", {**STEADY, "values": "bf16"}),
+    ("ok_topk", {**STEADY, "values": "int4"}),
     ("dense", {}),
 ]
 TAG = f"tpr{os.getpid() % 10000}"

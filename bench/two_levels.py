@@ -28,9 +28,10 @@ from topreduce.lab.namespaces import bytes_through
 from topreduce.lab.text import load_text
 
 HOSTS, RANKS = 2, 4
+STEADY = {"density": 0.01, "warmup_steps": 0, "ramp_steps": 0}
 METHODS = {
-    "topk 1 %": {"method": "topk", "density": 0.01},
-    "ok_topk 1 %": {"method": "ok_topk", "density": 0.01},
+    "topk 1 %": {**STEADY, "method": "topk"},
+    "ok_topk 1 %": {**STEADY, "method": "ok_topk"},
     "dense": {"method": "dense"},
 }
 PAIR, FLAT, LEVELS = "2 ranks", "4 ranks, flat", "4 ranks, local_group"

@@ -16,7 +16,7 @@ import topreduce.torch
 def main() -> None:
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
-    inputs = torch.randn(2048, 64)
+    inputs = torch.randn(8192, 64)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     data = DataLoader(TensorDataset(inputs, inputs[:, :10].argmax(1)), batch_size=32)

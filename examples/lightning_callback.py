@@ -68,7 +68,7 @@ class Classifier(lightning.LightningModule):
 
 def main() -> None:
     lightning.seed_everything(0)
-    inputs = torch.randn(2048, 64)
+    inputs = torch.randn(8192, 64)
     data = DataLoader(TensorDataset(inputs, inputs[:, :10].argmax(1)), batch_size=32)
     topreduce_callback = Topreduce("topk", density=0.01)
     trainer = lightning.Trainer(

@@ -18,13 +18,13 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     rng = torch.Generator().manual_seed(dist.get_rank())
-    for step in range(51):
+    for step in range(151):
         inputs = torch.randn(32, 64, generator=rng)
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(inputs), inputs[:, :10].argmax(1))
         loss.backward()
         optimizer.step()
-        if step % 25 == 0 and dist.get_rank() == 0:
+        if step % 50 == 0 and dist.get_rank() == 0:
             stats = sync.stats()
             print(
                 f"step {step}: loss {loss.item():.3f}, {stats['selected']} entries, "

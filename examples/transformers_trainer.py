@@ -88,7 +88,7 @@ def main() -> None:
                 output_dir=folder,
                 use_cpu=True,
                 ddp_backend="gloo",
-                max_steps=20,
+                max_steps=120,
                 per_device_train_batch_size=16,
                 save_strategy="no",
                 report_to=[],

@@ -12,7 +12,14 @@ from processes import Rank
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import topreduce.torch
 from topreduce.torch import Sync
+
+
+def attach_at_once(ddp: DistributedDataParallel, method: str = "topk", **settings: Any) -> Sync:
+    """attach() for tests of cut steps: no warm-up and no ramp, unless they ask for them."""
+    return topreduce.torch.attach(ddp, method, **{"warmup_steps": 0, "ramp_steps": 0, **settings})
+
 
 LETTERS, CONTEXT, WIDTH = 40, 12, 32
 

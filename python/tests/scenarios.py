@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from models import flat, owed, rank_order_sum
+from models import attach_at_once, flat, owed, rank_order_sum
 from processes import Rank
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -163,7 +163,7 @@ def equal_plain_ddp(rank: Rank, name: str) -> None:
     for method, actor in actors.items():
         memory = "none" if methods[method] == "none" else "residual"  # no momentum of our own
         density = None if method == "dense" else 1.0
-        topreduce.torch.attach(actor.ddp, method, density=density, feedback=memory)
+        attach_at_once(actor.ddp, method, density=density, feedback=memory)
     for step in range(4):
         for actor in (plain, *actors.values()):
             actor.backward(step)
@@ -178,7 +178,7 @@ def equal_plain_ddp(rank: Rank, name: str) -> None:
 def keep_the_laws(rank: Rank, name: str, settings: dict[str, Any]) -> None:
     """What leaves the ranks' books is what everyone applies; what DDP drops, nobody settles."""
     actor = Actor(rank, SCENARIOS[name])
-    sync = topreduce.torch.attach(actor.ddp, **settings)
+    sync = attach_at_once(actor.ddp, **settings)
     eventful = 0
     for step, settled in enumerate(settlements(actor, sync, range(6))):
         applied = actor.mean().double() * rank.ranks

@@ -13,11 +13,10 @@ import test_amp
 import test_attach
 import test_ddp
 import torch
-from models import Run
+from models import Run, attach_at_once
 from processes import Rank, group
 from scenarios import equal_plain_ddp, keep_the_laws
 
-import topreduce.torch
 from topreduce.torch import lane
 
 TOPK: dict[str, Any] = {"method": "topk", "density": 0.05, "values": "fp32"}
@@ -47,9 +46,9 @@ def pretending() -> Iterator[None]:
 def same_training(rank: Rank, settings: dict[str, Any]) -> None:
     """Weights and states are the same, bit for bit; in the middle the two trade their states."""
     here, there = Run(rank, bucket_cap_mb=0.02), Run(rank, bucket_cap_mb=0.02)
-    sync_here = topreduce.torch.attach(here.ddp, **settings)
+    sync_here = attach_at_once(here.ddp, **settings)
     with pretending():
-        sync_there = topreduce.torch.attach(there.ddp, **settings)
+        sync_there = attach_at_once(there.ddp, **settings)
     assert sync_there._reducer.on_device == (settings != ARC)
     for steps in (range(4), range(4, 8)):
         here.train(steps)
@@ -108,9 +107,9 @@ def use_another_default(rank: Rank) -> None:
     """torch.set_default_device("cuda") is common; "meta" stands for it."""
     here, there = Run(rank), Run(rank)
     with torch.device("meta"):
-        sync = topreduce.torch.attach(here.ddp, **TOPK)
+        sync = attach_at_once(here.ddp, **TOPK)
         with pretending():
-            topreduce.torch.attach(there.ddp, **TOPK)
+            attach_at_once(there.ddp, **TOPK)
     for steps in (range(2), range(2, 4)):
         here.train(steps)
         there.train(steps)
@@ -132,7 +131,7 @@ def change_course(rank: Rank) -> None:
     digests = []
     for run, everyone in zip(runs, (False, True), strict=True):
         with pretending() if everyone or rank.rank == 1 else contextlib.nullcontext():
-            sync = topreduce.torch.attach(run.ddp, **TOPK)
+            sync = attach_at_once(run.ddp, **TOPK)
             for step, method in enumerate(["topk", "arc_topk", "topk_dsa", "topk"]):
                 sync.configure(method=method)
                 run.train(range(2 * step, 2 * step + 2))

@@ -4,12 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import Dictated, owed, rank_order_sum, small_integers
+from models import Dictated, attach_at_once, owed, rank_order_sum, small_integers
 from processes import Rank, group
 from scenarios import SCENARIOS, Actor, data
 from torch.nn.parallel import DistributedDataParallel
-
-import topreduce.torch
 
 SETTINGS: list[dict[str, Any]] = [
     {"method": "topk", "density": 0.01},
@@ -39,7 +37,7 @@ def train(actor: Actor, scaler: torch.amp.GradScaler, step: int) -> None:
 def equal_plain_ddp(rank: Rank) -> None:
     actor, plain = Actor(rank, SCENARIOS["plain"]), Actor(rank, SCENARIOS["plain"])
     ours, theirs = scaler_of(64.0), scaler_of(64.0)
-    topreduce.torch.attach(actor.ddp, "topk", density=1.0, scaler=ours)
+    attach_at_once(actor.ddp, "topk", density=1.0, scaler=ours)
     for step in range(6):
         train(actor, ours, step)
         train(plain, theirs, step)
@@ -55,8 +53,8 @@ def keep_memory_unscaled(rank: Rank, settings: dict[str, Any]) -> None:
     """The scale grows and backs off; debts and means are those of a run without it, exactly."""
     models = [DistributedDataParallel(Dictated(), bucket_cap_mb=0.002) for _ in range(2)]
     scaler = scaler_of(8.0)
-    scaled = topreduce.torch.attach(models[0], scaler=scaler, **settings)
-    plain = topreduce.torch.attach(models[1], **settings)
+    scaled = attach_at_once(models[0], scaler=scaler, **settings)
+    plain = attach_at_once(models[1], **settings)
     optimizer = torch.optim.SGD(models[0].parameters(), lr=0.0)
     scales = []
     for step in range(9):
@@ -94,7 +92,7 @@ def different_scales(rank: Rank) -> None:
     """Messages hold unscaled values, so even ranks that disagree on the scale add up rightly."""
     ddp = DistributedDataParallel(Dictated())
     scaler = scaler_of(2.0 ** (3 + rank.rank))
-    topreduce.torch.attach(ddp, "topk", density=1.0, scaler=scaler)
+    attach_at_once(ddp, "topk", density=1.0, scaler=scaler)
     gradients = small_integers(ddp.module, rank.rank, 0)
     scaler.scale(ddp(gradients)).backward()
     means = torch.cat([w.grad.flatten() for w in ddp.module.weights]) / scaler.get_scale()
@@ -102,11 +100,11 @@ def different_scales(rank: Rank) -> None:
 
     off = torch.amp.GradScaler("cpu", enabled=False)
     ddp = DistributedDataParallel(Dictated())
-    topreduce.torch.attach(ddp, "topk", density=1.0, scaler=off)
+    attach_at_once(ddp, "topk", density=1.0, scaler=off)
     off.scale(ddp(gradients)).backward()
     assert torch.equal(torch.cat([w.grad.flatten() for w in ddp.module.weights]), means)
     with pytest.raises(ValueError, match="scaler must be a GradScaler, not float"):
-        topreduce.torch.attach(DistributedDataParallel(Dictated()), scaler=1024.0)
+        attach_at_once(DistributedDataParallel(Dictated()), scaler=1024.0)
 
 
 def test_scales_that_differ_and_no_scale() -> None:

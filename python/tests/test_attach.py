@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from models import Dictated, Run, digest, flat, owed, rank_order_sum, small_integers, text
+from models import (
+    Dictated,
+    Run,
+    attach_at_once,
+    digest,
+    flat,
+    owed,
+    rank_order_sum,
+    small_integers,
+    text,
+)
 from processes import Rank, group
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.parallel import DistributedDataParallel
@@ -33,7 +43,7 @@ every_sparse = pytest.mark.parametrize("name", SPARSE)
 
 def attach(ddp: DistributedDataParallel, name: str, **settings: Any) -> topreduce.torch.Sync:
     method, own = METHODS[name]
-    return topreduce.torch.attach(ddp, method, **own, **settings)
+    return attach_at_once(ddp, method, **own, **settings)
 
 
 # ---- density 1 is plain DDP --------------------------------------------------------------------
@@ -341,6 +351,19 @@ def test_warm_up_is_dense_and_the_ramp_geometric(ranks: int) -> None:
     ramp = [0.001 ** (i / 5) for i in range(1, 5)]
     for densities in group(ranks).run(warm_up):
         assert densities == pytest.approx([1, 1, 1, *ramp, 0.001, 0.001, 0.001])
+
+
+def schedule_by_default(rank: Rank) -> list[float]:
+    run = Run(rank)
+    sync = topreduce.torch.attach(run.ddp, "topk", density=0.01)
+    run.train(range(112))
+    return [step["density"] for step in sync.history()]
+
+
+def test_a_training_begins_dense_unless_told_otherwise() -> None:
+    ramp = [0.01 ** (i / 101) for i in range(1, 101)]
+    for densities in group(2).run(schedule_by_default):
+        assert densities == pytest.approx([1] * 10 + ramp + [0.01, 0.01])
 
 
 def schedule_in_the_method(rank: Rank) -> list[float]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Dictated, Run, owed, rank_order_sum, small_integers
+from models import attach_at_once as attach
 from processes import Processes, Rank, group
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from topreduce.torch import CommError, WireError, attach
+from topreduce.torch import CommError, WireError
 
 MODEL = {"granularity": "model", "density": 0.05}
 BUCKET = {"granularity": "bucket", "density": 0.05}

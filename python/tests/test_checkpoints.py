@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import Run, digest, owed, rank_order_sum
+from models import Run, attach_at_once, digest, owed, rank_order_sum
 from processes import Rank, group
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -26,7 +26,7 @@ CAP = {"bucket_cap_mb": 0.03}
 
 def start(rank: Rank, settings: dict[str, Any]) -> tuple[Run, topreduce.torch.Sync]:
     run = Run(rank, **CAP)
-    return run, topreduce.torch.attach(run.ddp, **settings)
+    return run, attach_at_once(run.ddp, **settings)
 
 
 def parts(run: Run, sync: topreduce.torch.Sync) -> dict[str, Any]:
@@ -195,10 +195,10 @@ def forget(rank: Rank) -> None:
 
     sync.detach()
     run.ddp.load_state_dict(model)
-    again = topreduce.torch.attach(run.ddp, **SETTINGS[0])
+    again = attach_at_once(run.ddp, **SETTINGS[0])
     assert steps_that_warn(2) == 1
     again.detach()
-    again = topreduce.torch.attach(run.ddp, **SETTINGS[0])
+    again = attach_at_once(run.ddp, **SETTINGS[0])
     again.load_state_dict(debts)
     assert steps_that_warn(2) == 0
     assert owed(again).count_nonzero() > 0

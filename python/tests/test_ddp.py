@@ -4,13 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import owed, rank_order_sum
+from models import attach_at_once, owed, rank_order_sum
 from processes import Rank, group
 from scenarios import SCENARIOS, Actor, data, equal_plain_ddp, keep_the_laws
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-import topreduce.torch
 
 SETTINGS: list[dict[str, Any]] = [
     {"method": "topk", "density": 0.01},
@@ -40,7 +38,7 @@ def test_laws(name: str) -> None:
 
 def leave_right_alone(rank: Rank, settings: dict[str, Any]) -> None:
     actor = Actor(rank, SCENARIOS["unused parameters"])
-    sync = topreduce.torch.attach(actor.ddp, **settings)
+    sync = attach_at_once(actor.ddp, **settings)
     key = f"rank{rank.rank}/owed/right.weight"
     actor.backward(0)
     debt = sync.state_dict()[key]
@@ -64,7 +62,7 @@ def run_out_of_data(rank: Rank, by_all: bool, settings: dict[str, Any]) -> None:
     plain, actor = Actor(rank, SCENARIOS["plain"]), Actor(rank, SCENARIOS["plain"])
     steps = 3 + 2 * rank.rank
     for each in (plain, actor):
-        sync = topreduce.torch.attach(each.ddp, "topk", density=1.0) if each is actor else None
+        sync = attach_at_once(each.ddp, "topk", density=1.0) if each is actor else None
         with each.ddp.join(divide_by_initial_world_size=by_all):
             for step in range(steps):
                 each.backward(step)
@@ -73,7 +71,7 @@ def run_out_of_data(rank: Rank, by_all: bool, settings: dict[str, Any]) -> None:
 
     # The laws: what was owed when a rank ran out of data still finds its way.
     actor = Actor(rank, SCENARIOS["plain"])
-    sync = topreduce.torch.attach(actor.ddp, **settings)
+    sync = attach_at_once(actor.ddp, **settings)
     came, means = torch.zeros_like(owed(sync), dtype=torch.double), []
     with actor.ddp.join(divide_by_initial_world_size=by_all):
         for step in range(steps):
@@ -101,7 +99,7 @@ def test_ranks_that_run_out_of_data(by_all: bool, settings: dict[str, Any]) -> N
 
 def join_differently(rank: Rank) -> None:
     actor = Actor(rank, SCENARIOS["plain"])
-    topreduce.torch.attach(actor.ddp, "topk", density=0.05)
+    attach_at_once(actor.ddp, "topk", density=0.05)
 
     def train() -> None:
         with actor.ddp.join(divide_by_initial_world_size=rank.rank == 0):
@@ -123,7 +121,7 @@ def train_two_models(rank: Rank) -> None:
     """Backward through both at once, then through each by itself; the ranks take turns."""
     actors = [Actor(rank, SCENARIOS["plain"]) for _ in range(2)]
     syncs = [
-        topreduce.torch.attach(actor.ddp, method, density=0.05)
+        attach_at_once(actor.ddp, method, density=0.05)
         for actor, method in zip(actors, ("topk", "ok_topk"), strict=True)
     ]
     for step in range(6):
@@ -153,7 +151,7 @@ def test_several_models() -> None:
 
 def thaw(rank: Rank) -> None:
     actor = Actor(rank, SCENARIOS["frozen parameters"])
-    sync = topreduce.torch.attach(actor.ddp, "topk", density=0.05)
+    sync = attach_at_once(actor.ddp, "topk", density=0.05)
     actor.backward(0)
     weight = actor.ddp.module.trunk[0].weight
     weight.requires_grad_(True)
@@ -176,7 +174,7 @@ def attach_late(rank: Rank, name: str) -> None:
         for each in (actor, plain):
             each.backward(step)
             each.update()
-    sync = topreduce.torch.attach(actor.ddp, "topk", density=1.0)
+    sync = attach_at_once(actor.ddp, "topk", density=1.0)
     for each in (actor, plain):
         each.backward(2)
     torch.testing.assert_close(actor.mean(), plain.mean())
@@ -197,7 +195,7 @@ def test_attach_after_the_first_backward(name: str) -> None:
 def change_method(rank: Rank) -> None:
     """From one method to another, in the same step on all ranks; what is owed goes along."""
     actor = Actor(rank, SCENARIOS["plain"])
-    sync = topreduce.torch.attach(actor.ddp, "topk", density=0.05)
+    sync = attach_at_once(actor.ddp, "topk", density=0.05)
     for step, changes in enumerate(
         [{}, {"method": "randk"}, {"method": "ok_topk", "density": 0.02}, {"granularity": "model"}]
     ):
@@ -237,7 +235,7 @@ class Tied(nn.Module):
 
 def share_a_parameter(rank: Rank) -> None:
     ddp = DistributedDataParallel(Tied())
-    sync = topreduce.torch.attach(ddp, "topk", density=0.2)
+    sync = attach_at_once(ddp, "topk", density=0.2)
     for step in range(3):
         ddp(torch.randn(3, 8) + step).backward()
     assert sync.stats()["entries"] == 64 + 8 + 8

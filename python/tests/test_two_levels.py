@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import Dictated, Run, digest, owed, small_integers
+from models import Dictated, Run, attach_at_once, digest, owed, small_integers
 from processes import Processes, Rank, group
 from scenarios import SCENARIOS, Actor
 from torch.nn.parallel import DistributedDataParallel
@@ -49,7 +49,7 @@ def local_group(rank: Rank, machines: Machines) -> dist.ProcessGroup:
 
 
 def attach(rank: Rank, ddp: Any, machines: Machines = TWO_BY_TWO, **settings: Any) -> Sync:
-    return topreduce.torch.attach(ddp, local_group=local_group(rank, machines), **settings)
+    return attach_at_once(ddp, local_group=local_group(rank, machines), **settings)
 
 
 def everyones(values: torch.Tensor) -> list[torch.Tensor]:
@@ -146,7 +146,7 @@ def test_parameters_of_other_types() -> None:
 def equal_flat(rank: Rank) -> None:
     """Machines of one rank each are what attach is without them."""
     flat, levels = Run(rank, **CAP), Run(rank, **CAP)
-    first = topreduce.torch.attach(flat.ddp, **SETTINGS[0])
+    first = attach_at_once(flat.ddp, **SETTINGS[0])
     second = attach(rank, levels.ddp, [[0], [1], [2], [3]], **SETTINGS[0])
     for run in (flat, levels):
         run.train(range(5))
@@ -164,7 +164,7 @@ def test_one_rank_per_machine_is_the_flat_run() -> None:
 def be_one_machine(rank: Rank) -> None:
     """All on one host: a dense mean, and nothing for the network."""
     run = Run(rank, **CAP)
-    sync = topreduce.torch.attach(run.ddp, "topk", density=0.01, local_group="host")
+    sync = attach_at_once(run.ddp, "topk", density=0.01, local_group="host")
     for step in range(3):
         (mean,) = fed(everyones(run.local_gradient(step)), [range(rank.ranks)])
         run.backward(step)
@@ -460,7 +460,7 @@ def refuse(rank: Rank) -> None:
         (dist.GroupMember.NON_GROUP_MEMBER, "process group of the ranks of this rank's machine"),
     ):
         with pytest.raises(ValueError, match=message):
-            topreduce.torch.attach(run.ddp, local_group=wrong)
+            attach_at_once(run.ddp, local_group=wrong)
     with pytest.raises(ValueError, match="density"):
         attach(rank, run.ddp, density=2.0 if rank.rank == 1 else 0.1)
     sync = attach(rank, run.ddp, **SETTINGS[0])
@@ -487,7 +487,7 @@ def count_crossings(rank: Rank, hosts: list[str]) -> list[list[int]]:
         takes_part = ranks is everyone or rank.rank in (0, 2)
         if takes_part:
             run = Run(rank, process_group=ranks)
-            sync = topreduce.torch.attach(run.ddp, "topk", density=0.05, local_group=local)
+            sync = attach_at_once(run.ddp, "topk", density=0.05, local_group=local)
             run.train(range(2))
         dist.barrier()  # on connections that were there before the hosts
         before = bytes_through(INTERFACE)[0]
@@ -549,7 +549,7 @@ def interrupted(rank: Rank, settings: dict[str, Any], folder: str) -> None:
 
     # To ranks without machines and back: the mean of what is owed stays.
     flat = topreduce.torch.reshard(states, 4)
-    alone = topreduce.torch.attach(Run(rank, **CAP).ddp, **settings)
+    alone = attach_at_once(Run(rank, **CAP).ddp, **settings)
     alone.load_state_dict(flat[rank.rank])
     dist.all_gather_object(states, alone.state_dict())
     _, back = start(rank, settings)

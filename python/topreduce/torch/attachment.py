@@ -1,5 +1,6 @@
 """One line on a DDP model: checks, wiring, and the one hook that DDP lets us register."""
 
+import re
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,6 +21,10 @@ from topreduce.torch.steps import Steps
 from topreduce.torch.surroundings import Scaler, Surroundings
 from topreduce.torch.sync import Sync, as_setting
 from topreduce.torch.two_levels import on_two_levels
+
+# How a training begins unless told otherwise: without, a GPT at 1 % needs twice the steps.
+WARMUP_STEPS = 10
+RAMP_STEPS = 100
 
 _TIMEOUT = timedelta(minutes=5)
 _REMEDY = "wrap the model in a new DistributedDataParallel and attach to that"
@@ -79,10 +84,10 @@ def attach(
 
     Collective over the ranks of the model's process group; if one refuses, or they differ in model,
     method, settings or version, all of them raise and nothing is attached. What is None has the
-    method's default; `topreduce methods` lists them. The first `warmup_steps` are dense, then
-    the density falls geometrically over `ramp_steps`. `keep_dense`: patterns such as "*norm*" for
-    parameters that are never cut. `scaler`: the GradScaler that multiplies your loss, so that what
-    is owed is kept without its factor. `local_group`: the ranks of this rank's machine, as a
+    method's default; `topreduce methods` lists them. The first `warmup_steps` (10) are dense, then
+    the density falls geometrically over `ramp_steps` (100). `keep_dense`: patterns such as "*norm*"
+    for parameters that are never cut. `scaler`: the GradScaler that multiplies your loss, so that
+    what is owed is kept without its factor. `local_group`: the ranks of this rank's machine, as a
     process group, or "host" for those with the same host name; gradients are then averaged inside
     each machine first, and one rank of each exchanges, and owes. `timeout`: how long to wait for a
     silent peer.
@@ -98,8 +103,8 @@ def attach(
         "feedback": feedback,
         "select": select,
         "keep_dense": as_setting(keep_dense) or None,
-        "warmup_steps": warmup_steps,
-        "ramp_steps": ramp_steps,
+        "warmup_steps": _or_default(warmup_steps, "warmup_steps", method, WARMUP_STEPS),
+        "ramp_steps": _or_default(ramp_steps, "ramp_steps", method, RAMP_STEPS),
         "seed": seed,
         **settings,
     }
@@ -124,6 +129,12 @@ def attach(
     numbers = {id(parameter): number for number, parameter in enumerate(parameters.values())}
     dispatcher.steps = Steps(reducer, comm, numbers, surroundings, device)
     return Sync(reducer, comm, dispatcher.steps, dispatcher.release)
+
+
+def _or_default(given: int | None, name: str, method: str, default: int) -> int | None:
+    """What was given, unless that is nothing and the method's own words do not name it either."""
+    named = re.search(rf"\b{name}\s*=", method) is not None
+    return default if given is None and not named else given
 
 
 class _Prepared(NamedTuple):
