@@ -187,9 +187,12 @@ class _Training:
             word = torch.tensor([self._spent / options.seconds, max(1.0, steps_per_second)])
             dist.broadcast(word, 0)
             self._share, self._next_look = float(word[0]), done + int(word[1])
-        if self._rank == 0:
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._rank == 0 and self._steps:
             recent = [step.loss for step in self._steps[-_RECENT:]]
-            loss = sum(recent) / len(recent)
+            loss, done = sum(recent) / len(recent), len(self._steps)
             self._report(
                 Progress(self._method.label, self._seed, done, self._share, loss, self._reached)
             )
@@ -207,6 +210,8 @@ class _Training:
         )
         if self._target is None or loss > self._target or self._reached:
             return
-        self._reached = f"{self._target:.2f} reached in {self._spent:.0f} s"
-        if self._options.seconds is None:
-            self._share = 1.0
+        if self._options.seconds is not None:
+            self._reached = f"{self._target:.2f} reached in {self._spent:.0f} s"
+        elif self._share < 1:
+            self._share, self._reached = 1.0, f"{self._target:.2f} reached"
+            self._tell()
