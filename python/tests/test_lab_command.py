@@ -176,3 +176,11 @@ def marked(marker: str) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def test_results_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "results.json").write_text("hours of work")
+    words = ["race", "--local", "--hosts", "2", "--methods", "noop", "--rounds", "1"]
+    assert lab(*words, "--out", str(tmp_path)) == 2
+    assert "has results already" in capsys.readouterr().err
+    assert (tmp_path / "results.json").read_text() == "hours of work"

@@ -141,9 +141,18 @@ def test_every_ratio_stands_beside_what_it_is_made_of(results: Results) -> None:
     assert ours[4] == "60 / 60 / 60"
 
 
+def test_zero_is_the_left_edge_of_a_logarithmic_axis() -> None:
+    chart = line_chart("x", "y", [Series("s", [(0.0, 1.0), (10.0, 2.0), (100.0, 3.0)], 0)], "log")
+    (path,) = re.findall(r'class="line s0" d="M([^"]*)"', chart)
+    places = [float(point.split()[0]) for point in path.split("L")]
+    assert len(places) == 3
+    assert places[0] < places[1] < places[2]
+    assert line_chart("x", "y", [Series("s", [(0.0, 1.0)], 0)], "log") == ""
+
+
 def test_charts_leave_out_what_has_no_place() -> None:
     points = [(0.0, 1.0), (1.0, float("nan")), (10.0, 2.0), (100.0, 3.0)]
-    assert line_chart("x", "y", [Series("s", points, 0)], "log").count("L") == 1
+    assert line_chart("x", "y", [Series("s", points, 0)], "linear").count("L") == 2
     assert line_chart("x", "y", [], "linear") == ""
     assert bar_chart("x", [Bar("a", [(0, 0.0)], "none")], "log") == ""
     assert "<script" not in line_chart("x", "y", [Series("<script>", points, 0)], "linear")
@@ -180,7 +189,7 @@ def test_a_browser_draws_the_page(results: Results, tmp_path: Path, flag: str, p
     found = look(page, tmp_path, f"--blink-settings={flag}")
     assert found["charts"] == 7
     assert found["lines"] == 6 + 6 + 3 * 3
-    assert found["bars"] == (1 + 2 + 2 + 7) + 2
+    assert found["bars"] == (1 + 1 + 2 + 7) + 2
     assert found["outside"] == found["overlapping"] == []
     assert found["empty"] == found["loaded"] == 0
     assert not found["wide"]

@@ -14,6 +14,13 @@ RACE_METHODS = "noop,dense,fp16,powersgd:1,powersgd:4,topk:density=0.01,ok_topk:
 TRAIN_METHODS = "dense,powersgd:8,topk:density=0.01,ok_topk:density=0.01"
 
 
+class Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Tells the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Of `topreduce lab`; what it reads has the name of the subcommand in `command`."""
     parser = argparse.ArgumentParser(
@@ -21,7 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="An emulated cluster on this machine: does it help on your network?",
     )
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    form = argparse.ArgumentDefaultsHelpFormatter
+    form = Defaults
 
     race = commands.add_parser("race", help="the time of a step, by method", formatter_class=form)
     _add_network(race)
@@ -47,7 +54,9 @@ def make_parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--patience", type=float, default=3.0, help="times the steps of dense before giving up"
     )
-    train.add_argument("--evaluate-every", type=count, default=20, help="steps")
+    train.add_argument(
+        "--evaluate-every", type=count, default=10, help="steps; a loss is reached at one of them"
+    )
     train.add_argument(
         "--clock",
         choices=["race", "real"],
@@ -58,7 +67,12 @@ def make_parser() -> argparse.ArgumentParser:
     train.add_argument("--rounds", type=count, default=5, help="of the race before the training")
     train.add_argument("--optimizer", choices=["adamw", "sgd"], help="instead of the model's")
     train.add_argument("--learning-rate", type=float, help="instead of the model's")
-    train.add_argument("--schedule", choices=["constant", "cosine"], default="constant")
+    train.add_argument(
+        "--schedule",
+        choices=["constant", "cosine"],
+        default="constant",
+        help="of the learning rate",
+    )
     _add_output(train)
     train.set_defaults(compute=None)
 

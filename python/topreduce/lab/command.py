@@ -114,9 +114,14 @@ def _train(asked: argparse.Namespace, console: Console) -> None:
     wanted = network(asked)
     _become_root(asked)
     folder = new_folder(asked.out, "train")
-    results = runs.train(
-        console, wanted, options, asked.clock, asked.rounds, _command(asked), saver(folder)
-    )
+    try:
+        results = runs.train(
+            console, wanted, options, asked.clock, asked.rounds, _command(asked), saver(folder)
+        )
+    except KeyboardInterrupt:
+        if (kept := folder / "results.json").exists():
+            print(f"the trainings that ended are in {kept}: topreduce lab report", file=sys.stderr)
+        raise
     _finish(asked, console, results, folder)
 
 
@@ -129,8 +134,10 @@ def _report(asked: argparse.Namespace, console: Console) -> None:
     for results in several:
         for grid in grids(results):
             console.print(rich_table(grid))
-    asked.out.write_text(report.page(several))
-    console.print(asked.out, highlight=False, soft_wrap=True)
+    page: Path = asked.out / "report.html" if asked.out.is_dir() else asked.out
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(report.page(several))
+    console.print(page, highlight=False, soft_wrap=True)
     if asked.json:
         print(json.dumps([asdict(each) for each in several], indent=1))
 

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.text import Text as Line
 
 from topreduce.lab import runs
-from topreduce.lab.arguments import as_seconds
+from topreduce.lab.arguments import Defaults, as_seconds
 from topreduce.lab.cluster import become_root, obstacle, parse_rates
 from topreduce.lab.command import guarded, make_console, publish, saver
 from topreduce.lab.methods import parse_methods
-from topreduce.lab.models import Workload
+from topreduce.lab.models import MODELS, Workload
 from topreduce.lab.results import Results, new_folder
 from topreduce.lab.train import TrainOptions
 
@@ -38,13 +38,13 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="./run demo",
         description="Trains a small GPT on an emulated slow network, and compares methods.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Defaults,
     )
     parser.add_argument("--hosts", type=int, default=4, help="machines, with a rank on each")
     parser.add_argument("--rate", default="100mbit", help="of every link, or none")
     parser.add_argument("--local", action="store_true", help="plain processes, no limit")
     parser.add_argument("--methods", default=METHODS, help="what to compare, commas between")
-    parser.add_argument("--model", default="gpt:1m", help="what to train")
+    parser.add_argument("--model", choices=MODELS, default="gpt:1m", help="what to train")
     parser.add_argument("--seconds", type=as_seconds, default="60s", help="for each method")
     parser.add_argument("--out", type=Path, help="folder for results.json and report.html")
     return parser.parse_args(words)
@@ -67,7 +67,7 @@ def _run(asked: argparse.Namespace, words: Sequence[str], console: Console) -> N
         methods=parse_methods(asked.methods),
         seconds=asked.seconds,
         schedule="cosine",
-        evaluate_every=25,
+        evaluate_every=10,
         sample=SAMPLE_CHARACTERS,
     )
     console.print(

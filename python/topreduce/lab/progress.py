@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 Advance = Callable[[str, int, str], None]
 
@@ -18,7 +18,7 @@ SECONDS_BETWEEN_LINES = 10.0
 def progress(console: Console, labels: Sequence[str], total: int, unit: str) -> Iterator[Advance]:
     """Give a function `advance(label, done, note)` to call as the work goes on."""
     if console.is_terminal:
-        with _bars(console, labels, total) as advance:
+        with _bars(console, labels, total, unit) as advance:
             yield advance
     else:
         lines = {label: _Lines(console, label, total, unit) for label in labels}
@@ -26,11 +26,11 @@ def progress(console: Console, labels: Sequence[str], total: int, unit: str) -> 
 
 
 @contextlib.contextmanager
-def _bars(console: Console, labels: Sequence[str], total: int) -> Iterator[Advance]:
+def _bars(console: Console, labels: Sequence[str], total: int, unit: str) -> Iterator[Advance]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        TextColumn(f"{{task.completed}} of {total} {unit}"),
         TextColumn("{task.fields[note]}"),
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
     )

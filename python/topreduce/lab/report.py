@@ -13,6 +13,7 @@ from topreduce.lab.tables import Grid, grids
 from topreduce.lab.train import TrainRun
 
 _MOST_POINTS = 400
+_FEWEST_BYTES = 1000  # of a step that are worth a bar: noop's barriers are not
 _PARTS = ("compute", "look", "choose", "pack", "network", "unpack", "commit", "not ours")
 
 _STYLE = """
@@ -164,13 +165,14 @@ def _steps(rows: Sequence[RaceRow]) -> Iterator[str]:
         [
             Bar(row.label, [(0, row.mean_bytes / 1e6)], f"{row.mean_bytes / 1e6:.3g} MB")
             for row in rows
+            if row.mean_bytes >= _FEWEST_BYTES
         ],
         "log",
     )
 
 
 def _step_bar(row: RaceRow, rows: Sequence[RaceRow]) -> Bar:
-    idle = min((each.median for each in rows if each.spec == "noop"), default=0.0)
+    idle = max((each.median for each in rows if each.spec == "noop"), default=0.0)
     compute = min(idle, row.median)
     stages = [(number, row.stages.get(name, 0.0)) for number, name in enumerate(_PARTS)][1:-1]
     rest = [] if row.stages else [(len(_PARTS) - 1, row.median - compute)]

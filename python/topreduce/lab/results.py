@@ -85,8 +85,13 @@ def named(results: Results, name: str) -> Results:
 
 
 def new_folder(asked: Path | None, kind: str) -> Path:
-    """Where the results go: `asked`, or a new folder below results/ that says when."""
+    """Where the results go: `asked`, or a new folder below results/ that says when.
+
+    ValueError if it has results: they may have taken hours.
+    """
     folder = asked or Path("results") / f"{kind}-{_now():%Y%m%d-%H%M%S}"
+    if (folder / "results.json").exists():
+        raise ValueError(f"{folder} has results already: take another folder, or move them away")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -66,6 +66,7 @@ def built(
             console.print(f"network: {network.words()}; checking its links", highlight=False)
             checks = check_links(hosts, network.delay)
             refuse_if_off(checks)
+        if checks:
             slowest = min(checks, key=lambda check: check.measured)
             console.print(
                 f"  slowest {slowest.measured / 1e6:.4g} Mb/s; {slowest.small_bytes / 1e3:.0f} kB "

@@ -38,12 +38,18 @@ class Bar:
 
 
 def line_chart(x_label: str, y_label: str, series: Sequence[Series], x_scale: Scale) -> str:
-    """Lines over common axes; points that are not finite, or have no place, are left out."""
-    shown = [(each, _shown(each.points, x_scale)) for each in series]
-    xs = [x for _, points in shown for x, _ in points]
+    """Lines over common axes; points that are not finite are left out.
+
+    On a logarithmic axis zero is the left edge.
+    """
+    shown = [(each, _finite(each.points)) for each in series]
     ys = [y for _, points in shown for _, y in points]
+    xs = [x for _, points in shown for x, _ in points if x_scale == "linear" or x > 0]
     if not xs:
         return ""
+    if x_scale == "log":
+        xs.append(min(xs) / 2)
+        x_label += " (logarithmic)"
     x_axis = _Axis(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT, x_scale)
     y_axis = _Axis(min(ys), max(ys), _HEIGHT - _BOTTOM, _TOP, "linear")
     parts = [_open(_WIDTH, _HEIGHT, f"{y_label} against {x_label}")]
@@ -106,6 +112,8 @@ def bar_chart(x_label: str, bars: Sequence[Bar], scale: Scale = "linear") -> str
             parts.append(f'<path class="mark" d="M{x:.1f} {y - 4:.1f}v{_BAR + 8}"/>')
         parts.append(_text(axis.place(max(total, low)) + 7, y + _BAR / 2 + 4, bar.words, "start"))
     middle = (_NAMES + _WIDTH - 150) / 2
+    if scale == "log":
+        x_label += " (logarithmic)"
     parts.append(_text(middle, height - 8, x_label, "middle", "axis"))
     return "\n".join([*parts, "</svg>"])
 
@@ -141,12 +149,8 @@ class _Axis:
         return [tick for tick in all_ticks if self._low - slack <= tick <= self._high + slack]
 
 
-def _shown(points: Sequence[tuple[float, float]], scale: Scale) -> list[tuple[float, float]]:
-    return [
-        (x, y)
-        for x, y in points
-        if math.isfinite(x) and math.isfinite(y) and (scale == "linear" or x > 0)
-    ]
+def _finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
 
 
 def _open(width: float, height: float, label: str) -> str:

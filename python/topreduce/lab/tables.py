@@ -14,6 +14,8 @@ from topreduce.lab.race import RaceRow
 from topreduce.lab.results import Results, mean
 from topreduce.lab.train import Evaluation
 
+_MOST_NOISE = 0.1  # of a race whose step times are to be a clock
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -66,8 +68,11 @@ def race_grid(results: Results) -> Grid:
     notes = [
         "ms/step: median, from the first rank's start to the last rank's end; beside it the middle "
         "80 %.",
-        "MB/step: what a host sent at its network interface, headers included.",
-        "loss: of the training, in the last steps of the race; noop averages nothing at all.",
+        "MB/step: what a host sent at its network interface, headers included; of local processes "
+        "a rank's share of the loopback interface.",
+        "loss: of the training, in the last steps of the race; noop averages nothing at all."
+        if results.workload.get("compute") is None
+        else "Ranks wait instead of computing, and their gradients are noise: no loss.",
     ]
     if any(AGAIN in row.label for row in results.race):
         notes.append("The A/A row is the first method a second time: what it differs by is noise.")
@@ -126,7 +131,7 @@ def train_grid(results: Results) -> Grid:
         rows.append(
             [
                 label,
-                _over(found, everyone, [f"{each.seconds:.0f}" for each in found]),
+                _over(found, everyone, [_seconds(each.seconds) for each in found]),
                 _range(ratios) if everyone and ratios else "-",
                 _over(found, everyone, [_megabytes(each.bytes_sent) for each in found]),
                 _over(found, everyone, [str(each.step) for each in found]),
@@ -138,14 +143,12 @@ def train_grid(results: Results) -> Grid:
     aims = ", ".join(f"{loss:.3f}" for loss in losses.values() if loss is not None)
     clock = (
         "Trained without the limit; a step takes what it took in the race above, more where it "
-        "sent more (a ramp, an averaging step)."
+        f"sent more (a ramp, an averaging step).{_noise_words(results)}"
         if results.clock == "race"
         else "Seconds are real ones; evaluations do not count."
     )
     notes = [
-        f"The loss to reach, on data kept back: {aims or 'none'}"
-        + (" (where dense ended)." if results.target_loss is None else ".")
-        + " A dash: not reached.",
+        _aim_words(results, aims) + " A dash: not reached.",
         clock,
         "seconds, MB and steps until that loss, one number for each seed; the ratio of the seconds "
         "is their mean, with the smallest and the largest.",
@@ -167,6 +170,26 @@ def train_grid(results: Results) -> Grid:
         rows,
         notes,
     )
+
+
+def _aim_words(results: Results, aims: str) -> str:
+    if not aims:
+        return "No loss to reach: dense was not among the methods, and --target-loss not given."
+    where = " (where dense ended)" if results.target_loss is None else ""
+    return f"The loss to reach, on data kept back: {aims}{where}."
+
+
+def _noise_words(results: Results) -> str:
+    """A warning if the race was too noisy for a clock."""
+    again = next((row for row in results.race if row.label.endswith(AGAIN)), None)
+    ratio = again.median / results.race[0].median if again else 1.0
+    if abs(ratio - 1) <= _MOST_NOISE:
+        return ""
+    return f" Its A/A row is {ratio:.2f}: take more --rounds, or a calmer machine."
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.0f}"
 
 
 def _last_loss(row: RaceRow) -> float:

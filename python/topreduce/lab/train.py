@@ -32,7 +32,7 @@ class TrainOptions:
     seconds: float | None = None  # train each method for all of this, whatever steps that gives
     target_loss: float | None = None  # stop here; None: the loss that dense ends with, if it runs
     patience: float = 3.0  # methods that have not reached it after so many times the steps give up
-    evaluate_every: int = 20
+    evaluate_every: int = 10
     optimizer: str | None = None
     learning_rate: float | None = None
     schedule: Literal["constant", "cosine"] = "constant"  # of the learning rate
