@@ -12,7 +12,7 @@ COLOURS = 8
 _WIDTH, _HEIGHT = 680, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 12, 46
 _BAR, _BAR_GAP, _NAMES = 20, 12, 240
-_LONGEST_NAME = 34  # characters that fit there
+_LONGEST_NAME = 30  # characters that fit there
 _MOST_TICKS = 7
 
 Scale = Literal["linear", "log"]
