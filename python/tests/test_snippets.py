@@ -13,6 +13,7 @@ import topreduce.torch
 from topreduce import _core
 from topreduce.lab.arguments import make_parser
 from topreduce.lab.methods import parse_methods
+from topreduce.torch import attachment
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -66,6 +67,12 @@ def test_python_passes_arguments_that_are_taken(name: str) -> None:
     passed = {keyword.arg for call in calls(name) for keyword in call.keywords}
     assert passed
     assert passed <= known
+
+
+def test_the_catalog_tells_with_what_attach_begins() -> None:
+    told = {setting["name"]: setting["meaning"] for setting in CATALOG["settings"]}
+    assert told["warmup_steps"].endswith(f"attach() takes {attachment.WARMUP_STEPS}")
+    assert told["ramp_steps"].endswith(f"attach() takes {attachment.RAMP_STEPS}")
 
 
 def test_commands_of_the_lab_are_understood() -> None:

@@ -20,7 +20,7 @@ from topreduce.lab.launch import RankError
 from topreduce.lab.methods import parse_methods
 from topreduce.lab.namespaces import ClusterError
 from topreduce.lab.race import RaceOptions, with_again
-from topreduce.lab.results import Results, load, named, new_folder, save
+from topreduce.lab.results import RESULTS, Results, load, named, new_folder, save
 from topreduce.lab.tables import grids, rich_table
 from topreduce.lab.train import TrainOptions
 
@@ -61,21 +61,16 @@ def guarded(action: Callable[[], None], name: str) -> int:
     return 0
 
 
-def saver(folder: Path) -> Callable[[Results], None]:
-    """Keeps the results there, and replaces them when more come."""
-    return lambda results: save(results, folder / "results.json")
-
-
 def publish(console: Console, results: Results, folder: Path) -> Path:
     """Tables on the terminal, results.json and report.html in the folder; returns the page."""
     for grid in grids(results):
         console.print(rich_table(grid))
         console.print("\n".join(grid.notes), style="dim", highlight=False)
         console.print()
-    saver(folder)(results)
+    save(results, folder / RESULTS)
     page = folder / "report.html"
     page.write_text(report.page([results]))
-    console.print(f"{folder / 'results.json'}\n{page}", highlight=False, soft_wrap=True)
+    console.print(f"{folder / RESULTS}\n{page}", highlight=False, soft_wrap=True)
     return page
 
 
@@ -116,10 +111,10 @@ def _train(asked: argparse.Namespace, console: Console) -> None:
     folder = new_folder(asked.out, "train")
     try:
         results = runs.train(
-            console, wanted, options, asked.clock, asked.rounds, _command(asked), saver(folder)
+            console, wanted, options, asked.clock, asked.rounds, _command(asked), folder
         )
     except KeyboardInterrupt:
-        if (kept := folder / "results.json").exists():
+        if (kept := folder / RESULTS).exists():
             print(f"the trainings that ended are in {kept}: topreduce lab report", file=sys.stderr)
         raise
     _finish(asked, console, results, folder)

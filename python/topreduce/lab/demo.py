@@ -14,7 +14,7 @@ from rich.text import Text as Line
 from topreduce.lab import runs
 from topreduce.lab.arguments import Defaults, as_seconds
 from topreduce.lab.cluster import become_root, obstacle, parse_rates
-from topreduce.lab.command import guarded, make_console, publish, saver
+from topreduce.lab.command import guarded, make_console, publish
 from topreduce.lab.methods import parse_methods
 from topreduce.lab.models import MODELS, Workload
 from topreduce.lab.results import Results, new_folder
@@ -77,7 +77,7 @@ def _run(asked: argparse.Namespace, words: Sequence[str], console: Console) -> N
     )
     folder = new_folder(asked.out, "demo")
     command = shlex.join(["./run", "demo", *words])
-    results = runs.train(console, network, options, "real", 3, command, saver(folder))
+    results = runs.train(console, network, options, "real", 3, command, folder)
     _show_samples(console, results)
     publish(console, results, folder)
 

@@ -18,6 +18,7 @@ from topreduce.lab.race import RaceRow
 from topreduce.lab.train import REFERENCE, Evaluation, TrainRun
 
 FORMAT = 1
+RESULTS = "results.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ def new_folder(asked: Path | None, kind: str) -> Path:
     ValueError if it has results: they may have taken hours.
     """
     folder = asked or Path("results") / f"{kind}-{_now():%Y%m%d-%H%M%S}"
-    if (folder / "results.json").exists():
+    if (folder / RESULTS).exists():
         raise ValueError(f"{folder} has results already: take another folder, or move them away")
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.console import Console
 
@@ -16,7 +17,7 @@ from topreduce.lab.methods import Method, parse_methods
 from topreduce.lab.namespaces import ClusterError
 from topreduce.lab.progress import progress
 from topreduce.lab.race import RaceOptions, RaceRow, Turn, race_rank, race_rows, with_again
-from topreduce.lab.results import Results
+from topreduce.lab.results import RESULTS, Results, save
 from topreduce.lab.selftest import LinkCheck, check_links, refuse_if_off
 from topreduce.lab.train import Progress, TrainOptions, TrainRun, in_order, train_rank
 
@@ -98,11 +99,11 @@ def train(
     clock: str,
     rounds: int,
     command: str,
-    keep: Callable[[Results], None],
+    folder: Path,
 ) -> Results:
     """Runs a short race, for step times and their noise, then the trainings.
 
-    `keep` gets what there is after every one of them: a run of hours may be cut short.
+    Every one of them is saved in `folder` as it ends: a run of hours may be cut short.
     """
     racing = RaceOptions(
         workload=options.workload, methods=_racing_methods(options.methods), rounds=rounds
@@ -123,7 +124,7 @@ def train(
         )
 
     def next_run(runs: list[TrainRun]) -> None:
-        keep(so_far(runs))
+        save(so_far(runs), folder / RESULTS)
 
     with built(console, network) as (places, checks):
         rows = _race(console, network, racing, places)
