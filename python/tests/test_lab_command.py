@@ -42,9 +42,11 @@ def test_a_race_without_root(tmp_path: Path) -> None:
         assert label.split(",")[0] in done.stdout
         assert len(row["seconds"]) == len(row["bytes_sent"]) == len(row["losses"]) == 2
         assert min(row["seconds"]) > 0
-    dense, ours = (rows[label]["bytes_sent"][0] for label in ("dense", labels[-1]))
+    # A busy machine has TCP send some of a step twice, or a little later: not of both steps.
+    dense, ours = (min(rows[label]["bytes_sent"]) for label in ("dense", labels[-1]))
     entries = rows["dense"]["parameters"]
-    assert 4 * entries < dense < 4.5 * entries, "two ranks send one copy each, and headers"
+    assert dense < 4.5 * entries, "two ranks send one copy each, and headers"
+    assert max(rows["dense"]["bytes_sent"]) > 4 * entries
     assert max(rows["noop"]["bytes_sent"]) < 2000
     assert 2000 < ours < 0.05 * dense
     assert rows[labels[-1]]["stages"]["look"] > 0
