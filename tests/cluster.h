@@ -29,6 +29,7 @@ using State = std::map<std::string, std::vector<std::uint64_t>, std::less<>>;
 
 class Saver final : public StateVisitor {
  public:
+  Purpose purpose() const override { return Purpose::save; }
   void entries(std::string_view name, std::span<float> values) override {
     auto& bits = state[std::string(name)];
     for (const float value : values) bits.push_back(std::bit_cast<std::uint32_t>(value));
@@ -44,9 +45,13 @@ class Saver final : public StateVisitor {
 
 class Loader final : public StateVisitor {
  public:
-  explicit Loader(const State& state) : state_(state) {}
+  explicit Loader(const State& state, Purpose purpose = Purpose::load)
+      : state_(state), purpose_(purpose) {}
+
+  Purpose purpose() const override { return purpose_; }
 
   void entries(std::string_view name, std::span<float> values) override {
+    if (purpose_ == Purpose::check) return;
     std::ranges::transform(state_.find(name)->second, values.begin(), [](std::uint64_t bits) {
       return std::bit_cast<float>(static_cast<std::uint32_t>(bits));
     });
@@ -59,6 +64,7 @@ class Loader final : public StateVisitor {
 
  private:
   const State& state_;
+  Purpose purpose_;
 };
 
 inline State state_of(Reducer& reducer) {

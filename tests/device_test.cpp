@@ -3,6 +3,7 @@
 
 #include "topreduce/device.h"
 
+#include <array>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -16,6 +17,8 @@ namespace {
 class PlainDevice final : public Device {
  public:
   std::map<std::size_t, Floats> gradients;  // by number of the parameter
+  int commits_left = 1'000'000;             // until one fails
+  bool refuses = false;                     // to move what is owed
 
   void open(std::span<const Segment> segments, Base base, float scale) override {
     segments_.assign(segments.begin(), segments.end());
@@ -74,6 +77,7 @@ class PlainDevice final : public Device {
     return commit_whole(all, means);
   }
   double commit_whole(std::span<const float> settled, std::span<const float> mean) override {
+    if (commits_left-- == 0) throw std::runtime_error("the device is gone");
     double gone = 0;
     std::size_t next = 0;
     for (const Segment& segment : segments_) {
@@ -91,10 +95,20 @@ class PlainDevice final : public Device {
       std::ranges::fill(gradients.at(segment.number), std::numeric_limits<float>::quiet_NaN());
     }
   }
-  void read(std::span<float> owed) override { std::ranges::copy(owed_, owed.begin()); }
-  void write(std::span<const float> owed) override { owed_.assign(owed.begin(), owed.end()); }
+  void read(std::span<float> owed) override {
+    expect_willing();
+    std::ranges::copy(owed_, owed.begin());
+  }
+  void write(std::span<const float> owed) override {
+    expect_willing();
+    owed_.assign(owed.begin(), owed.end());
+  }
 
  private:
+  void expect_willing() const {
+    if (refuses) throw std::runtime_error("the device is full");
+  }
+
   std::vector<Segment> segments_;
   Base base_ = Base::none;
   Floats owed_, scaled_, x_;
@@ -116,7 +130,7 @@ class OnDevice : public testing::TestWithParam<const char*> {
       }
       Outcome outcome;
       reducer.begin(comm, loss_scale);
-      for (const auto& bucket : cut) reducer.add(bucket);
+      for (const auto& bucket : cut) reducer.add_on_device(bucket);
       outcome.stats = reducer.finish();
       for (const auto& [id, mean] : device.gradients) {
         outcome.gradient.insert(outcome.gradient.end(), mean.begin(), mean.end());
@@ -156,6 +170,73 @@ TEST_P(OnDevice, GivesTheBitsOfMainMemory) {
       ASSERT_EQ(got[r].state, want[r].state) << "step " << s;
     }
   }
+}
+
+/// A step on one rank, gradients of `seed`, a bucket for each parameter.
+void step_alone(Reducer& reducer, PlainDevice& device, int seed) {
+  const Layout& layout = reducer.layout();
+  const Floats all = heavy_tailed(0, seed, layout);
+  run_ranks(1, [&](Communicator& comm) {
+    reducer.begin(comm);
+    for (std::size_t id = 0; id < layout.count(); ++id) {
+      const auto first = all.begin() + static_cast<std::ptrdiff_t>(layout[id].offset);
+      device.gradients[id].assign(first, first + static_cast<std::ptrdiff_t>(layout[id].size));
+      reducer.add_on_device(std::array{id});
+    }
+    reducer.finish();
+  });
+}
+
+// Part of the step is committed then: nothing goes on, and nothing is saved, until a state of one
+// step is loaded.
+TEST(Device, ThatBreaksACommitOffStopsTheRun) {
+  const Layout layout = small_model();
+  PlainDevice device, spared_device;
+  Reducer reducer(layout, "topk:density=0.1"), spared(layout, "topk:density=0.1");
+  reducer.use(&device);
+  spared.use(&spared_device);
+  step_alone(reducer, device, 0);
+  step_alone(spared, spared_device, 0);
+  const State before = state_of(reducer);
+  device.commits_left = 1;
+  EXPECT_THROW(step_alone(reducer, device, 1), std::runtime_error);
+  device.commits_left = 1'000'000;
+  EXPECT_THROW(step_alone(reducer, device, 1), std::runtime_error);
+  EXPECT_THROW(state_of(reducer), std::runtime_error);
+  Loader loader(before);
+  reducer.visit(loader);
+  EXPECT_EQ(state_of(reducer), before);
+  step_alone(reducer, device, 1);
+  step_alone(spared, spared_device, 1);
+  EXPECT_EQ(state_of(reducer), state_of(spared));
+}
+
+// Where what is owed cannot move, everything stays as it was, and the run goes on.
+TEST(Device, ThatRefusesChangesNothing) {
+  const Layout layout = small_model();
+  PlainDevice device, spared_device;
+  Reducer reducer(layout, "topk:density=0.1"), spared(layout, "topk:density=0.1");
+  device.refuses = true;
+  EXPECT_THROW(reducer.use(&device), std::runtime_error);
+  EXPECT_FALSE(reducer.on_device());
+  device.refuses = false;
+  reducer.use(&device);
+  spared.use(&spared_device);
+  step_alone(reducer, device, 0);
+  step_alone(spared, spared_device, 0);
+  const auto settings = reducer.spec().settings;
+  device.refuses = true;
+  for (const char* changes : {"randk", "arc_topk:density=0.5"}) {
+    EXPECT_THROW(reducer.configure(parse_spec(changes)), std::runtime_error);
+  }
+  EXPECT_THROW(reducer.use(nullptr), std::runtime_error);
+  device.refuses = false;
+  EXPECT_TRUE(reducer.on_device());
+  EXPECT_EQ(reducer.spec().name, "topk");
+  EXPECT_EQ(reducer.spec().settings, settings);
+  step_alone(reducer, device, 1);
+  step_alone(spared, spared_device, 1);
+  EXPECT_EQ(state_of(reducer), state_of(spared));
 }
 
 // Methods that choose alone, with a memory that can move, stay; others must say that they do not.

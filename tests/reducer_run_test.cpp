@@ -230,7 +230,7 @@ TEST(ReducerRun, MistakesAreNamed) {
 
   expect_error([&] { reducer.finish(); }, {"finish", "begin"});
   expect_error([&] { reducer.add(both, five); }, {"add", "begin"});
-  expect_error([&] { reducer.begin(comm, 0); }, {"loss_scale", "0"});
+  expect_error([&] { reducer.begin(comm, -1); }, {"loss_scale", "-1"});
   expect_error([&] { reducer.begin(comm, std::nanf("")); }, {"loss_scale", "nan"});
 
   const auto expect_add_error = [&](std::span<const std::size_t> ids, std::span<float> part,

@@ -340,9 +340,9 @@ TEST(GTopk, TrafficIsThatOfATree) {
     EXPECT_EQ(root.rounds, cost.rounds);
     EXPECT_EQ(root.delivered, static_cast<std::uint64_t>(k));
     EXPECT_GE(static_cast<double>(root.bytes_sent), 4 * cost.values + 0.5 * cost.indices);
-    EXPECT_LE(static_cast<double>(root.bytes_sent), 4 * cost.values + 2 * cost.indices + 44 * 8);
+    EXPECT_LE(static_cast<double>(root.bytes_sent), 4 * cost.values + 2 * cost.indices + 48 * 8);
     EXPECT_GE(static_cast<double>(outcomes[1].stats.bytes_sent), 4.5 * k);
-    EXPECT_LE(static_cast<double>(outcomes[1].stats.bytes_sent), 6 * k + 44);
+    EXPECT_LE(static_cast<double>(outcomes[1].stats.bytes_sent), 6 * k + 48);
   }
 }
 

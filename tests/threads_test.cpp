@@ -3,7 +3,9 @@
 
 #include "topreduce/threads.h"
 
+#include <cstdlib>
 #include <stdexcept>
+#include <sys/resource.h>
 #include <utility>
 
 #include "cluster.h"
@@ -55,6 +57,25 @@ TEST(Threads, PassOnWhatAPartThrows) {
   threads.for_each(8, [&](std::size_t) { ++done; });
   EXPECT_EQ(done, 8);
 }
+
+#ifndef TOPREDUCE_SANITIZED  // whose own memory has no room under such a limit
+// Where threads cannot be had, it says so; those that it got are gone.
+TEST(Threads, SayHowManyThereAre) {
+  const auto try_too_many = [] {
+    const rlimit little{std::size_t{1} << 30,
+                        std::size_t{1} << 30};  // bytes: stacks take 8 MB each
+    setrlimit(RLIMIT_AS, &little);
+    try {
+      Threads threads(1024);
+    } catch (const std::invalid_argument& error) {
+      const std::string text = error.what();
+      std::_Exit(text.find("of 1024 threads") != std::string::npos ? 7 : 8);
+    }
+    std::_Exit(9);
+  };
+  EXPECT_EXIT(try_too_many(), testing::ExitedWithCode(7), "");
+}
+#endif
 
 TEST(Stretches, CoverEverythingInOrder) {
   for (const std::size_t size : {0u, 1u, 63u, 64u, 65u, 1000u, 300'000u, 26'000'000u}) {

@@ -20,7 +20,7 @@ constexpr Values kEncodings[] = {Values::fp32, Values::bf16, Values::fp16, Value
                                  Values::int4, Values::int2, Values::sign};
 static_assert(std::size(kEncodings) == kValuesNames.size());
 constexpr Index kLargestUniverse = 0xffffffff;
-constexpr std::size_t kHeader = 44;
+constexpr std::size_t kHeader = 48;
 
 Envelope envelope_of(Index universe, Values values) {
   return {.run = 0x12345678, .step = 77, .bucket = 5, .universe = universe, .values = values};
@@ -75,7 +75,7 @@ bool same_bits(const A& a, const B& b) {
 
 void fix_checksum(Bytes& message) {
   const auto bytes = std::span<const std::byte>(message);
-  store(message.data() + 40, checksum(bytes.first(40), bytes.subspan(kHeader)));
+  store(message.data() + 44, checksum(bytes.first(44), bytes.subspan(kHeader)));
 }
 
 void fix_length_and_checksum(Bytes& message) {
@@ -520,7 +520,12 @@ Bytes small_message(const Envelope& envelope) {
   return message;
 }
 
-const Envelope kExpected = envelope_of(60000, Values::bf16);
+const Envelope kExpected = [] {
+  Envelope envelope = envelope_of(60000, Values::bf16);
+  envelope.contents = 0x5eed;
+  envelope.loss_scale = 1024;
+  return envelope;
+}();
 
 struct Field {
   const char* name;
@@ -538,10 +543,11 @@ constexpr Field kFields[] = {
     {"run", 8, 4},
     {"bucket", 12, 4},
     {"step", 16, 8},
-    {"universe", 24, 4},
+    {"contents", 24, 4},
     {"count", 28, 4},
     {"payload length", 32, 8},
-    {"checksum", 40, 4},
+    {"loss scale", 40, 4},
+    {"checksum", 44, 4},
 };
 
 TEST(WireHeader, HasThisLayout) {
@@ -552,20 +558,23 @@ TEST(WireHeader, HasThisLayout) {
                           .step = 0xb1b2b3b4b5b6b7b8,
                           .bucket = 0xc1c2c3c4,
                           .universe = 0xd1d2d3d4,
-                          .values = Values::bf16};
+                          .values = Values::bf16,
+                          .contents = 7,
+                          .loss_scale = 1024};
   pack(envelope, Whole(envelope), Vote::yes, entries, message);
   const std::uint8_t expected[] = {'T',  'P',  'R',  '1',   // magic
-                                   2,    1,    1,    1,     // version, kind, values, vote
+                                   3,    1,    1,    1,     // version, kind, values, vote
                                    0xa4, 0xa3, 0xa2, 0xa1,  // run
                                    0xc4, 0xc3, 0xc2, 0xc1,  // bucket
                                    0xb8, 0xb7, 0xb6, 0xb5, 0xb4, 0xb3, 0xb2, 0xb1,  // step
-                                   0xd4, 0xd3, 0xd2, 0xd1,                          // universe
+                                   0xba, 0xc0, 0x84, 0x94,                          // contents
                                    2,    0,    0,    0,                             // count
-                                   8,    0,    0,    0,    0,    0,    0,    0};    // payload
+                                   8,    0,    0,    0,    0,    0,    0,    0,     // payload
+                                   0,    0,    0x80, 0x44};                         // loss scale
   // No piece is whole; k = 6 in 5 bits, 1 and 3, four zeros, 1 and 40; two values.
   const std::uint8_t payload[] = {0, 0xe6, 0x00, 0x51, 0x80, 0x3f, 0x00, 0xc0};
   const auto bytes = std::span<const std::byte>(message);
-  EXPECT_TRUE(same_bits(bytes.first(40), expected));
+  EXPECT_TRUE(same_bits(bytes.first(44), expected));
   EXPECT_TRUE(same_bits(bytes.subspan(kHeader), payload));
 }
 
@@ -599,12 +608,16 @@ TEST(WireHeader, SaysWhatWasExpectedAndWhatCame) {
   EXPECT_EQ(text_for([](Envelope& e) { e.step = 78; }), "message: step is 77, expected 78");
   EXPECT_EQ(text_for([](Envelope& e) { e.bucket = 4; }), "message: bucket is 5, expected 4");
   EXPECT_EQ(text_for([](Envelope& e) { e.run = 1; }), "message: run is 305419896, expected 1");
-  EXPECT_EQ(text_for([](Envelope& e) { e.universe = 9; }),
-            "message: universe is 60000, expected 9");
+  const char* const others = "message: contents are not those expected: the ranks hand over ";
+  EXPECT_TRUE(text_for([](Envelope& e) { e.universe = 9; }).starts_with(others));
+  EXPECT_TRUE(text_for([](Envelope& e) { e.contents = 9; }).starts_with(others));
+  EXPECT_EQ(text_for([](Envelope& e) { e.loss_scale = 2; }),
+            "message: loss scale is 1024, expected 2: give all ranks the same scaler");
+  EXPECT_EQ(text_for([](Envelope& e) { e.loss_scale = 0; }), "");  // not known here
   EXPECT_EQ(text_for([](Envelope& e) { e.values = Values::fp32; }),
             "message: values encoding is 1, expected 0");
   EXPECT_EQ(refusal(kExpected, std::span(message).first(12)),
-            "message: length is 12, expected at least 44");
+            "message: length is 12, expected at least 48");
 }
 
 TEST(WireRefusal, EveryFlippedByteIsFound) {

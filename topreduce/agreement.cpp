@@ -16,6 +16,22 @@ std::vector<std::string> lines_of(std::span<const std::byte> bytes) {
   return lines;
 }
 
+// A peer's bytes may be anything, and an error's text goes to terminals and to Python.
+std::string readable(const std::string& line) {
+  constexpr std::size_t kMost = 200;
+  std::string text;
+  for (const char c : line.substr(0, kMost)) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte >= 0x20 && byte < 0x7f && c != '\\') {
+      text += c;
+    } else {
+      constexpr char kDigits[] = "0123456789abcdef";
+      text += {'\\', 'x', kDigits[byte / 16], kDigits[byte % 16]};
+    }
+  }
+  return line.size() > kMost ? text + "..." : text;
+}
+
 }  // namespace
 
 std::string describe(const Layout& layout, const Spec& spec) {
@@ -48,7 +64,7 @@ void expect_same_text(Communicator& comm, const std::string& text) {
     bool same = true;
     for (std::size_t r = 0; r < lines.size(); ++r) {
       same = same && line(r, i) == line(0, i);
-      by_rank += "\n  rank " + std::to_string(r) + ": " + line(r, i);
+      by_rank += "\n  rank " + std::to_string(r) + ": " + readable(line(r, i));
     }
     if (same) continue;
     differences += by_rank;
@@ -57,12 +73,6 @@ void expect_same_text(Communicator& comm, const std::string& text) {
   if (!differences.empty()) {
     throw std::invalid_argument("the ranks do not agree; give all of them the same:" + differences);
   }
-}
-
-std::uint32_t fingerprint(const std::string& text) {
-  std::uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
-  return static_cast<std::uint32_t>(hash ^ hash >> 32);
 }
 
 }  // namespace topreduce

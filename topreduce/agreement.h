@@ -15,7 +15,4 @@ std::string describe(const Layout& layout, const Spec& spec);
 /// with the first lines that differ, by rank. Collective.
 void expect_same_text(Communicator& comm, const std::string& text);
 
-/// A number that tells texts apart; not a secret.
-std::uint32_t fingerprint(const std::string& text);
-
 }  // namespace topreduce

@@ -50,7 +50,8 @@ class TOPREDUCE_API Device {
   /// Every gradient of these segments becomes NaN.
   virtual void spoil(std::span<const Segment> segments) = 0;
 
-  /// What is owed, flat over the remembered parameters. `write` also says how many entries it has.
+  /// What is owed, flat over the remembered parameters. `write` also says how many entries it has;
+  /// if it throws, what was owed is still there.
   virtual void read(std::span<float> owed) = 0;
   virtual void write(std::span<const float> owed) = 0;
 };

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "topreduce/exchange/delivery.h"
+#include "topreduce/fingerprint.h"
 #include "topreduce/pending.h"
 #include "topreduce/pipeline.h"
 
@@ -34,6 +35,13 @@ struct Parcel {
       segment.start = start;
       start += static_cast<Index>(segment.size());
     }
+  }
+
+  /// Tells apart what exchanges are about: equal sizes do not make equal parameters.
+  std::uint32_t contents() const {
+    Fingerprint numbers;
+    for (const Segment& segment : segments) numbers.add(segment.number);
+    return numbers.value();
   }
 };
 

@@ -52,6 +52,11 @@ kernels::Seen Pending::survey() const {
   return kernels::together(std::span(seen).first(stretches.count()));
 }
 
+kernels::Seen Pending::survey_gradients() const {
+  assert(device_ == nullptr);
+  return Pending(segments_, {}, scale_, {}, threads_).survey();
+}
+
 void Pending::evaluate(std::span<float> values) const {
   if (device_ != nullptr) return device_->evaluate(values);
   const Stretches stretches(size_);

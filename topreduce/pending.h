@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -19,6 +20,8 @@ struct Segment {
   std::size_t count = 0;           ///< its entries
   std::size_t number = 0;          ///< the parameter's number in the whole layout
   std::span<float> gradient = {};  ///< the caller's; empty if it is on a device
+  /// The largest magnitude that the caller can use of the mean.
+  float most = std::numeric_limits<float>::max();
 
   std::size_t size() const { return count; }
 };
@@ -83,6 +86,8 @@ class Pending {
 
   /// What a pass over all of it sees; on a device it must be open.
   kernels::Seen survey() const;
+  /// The same of the gradients alone. Not on a device.
+  kernels::Seen survey_gradients() const;
   /// All of it; on a device it must be open.
   void evaluate(std::span<float> values) const;
 

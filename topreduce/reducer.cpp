@@ -18,9 +18,12 @@
 #include <utility>
 
 #include "topreduce/agreement.h"
+#include "topreduce/fingerprint.h"
+#include "topreduce/floating.h"
 #include "topreduce/parcel.h"
 #include "topreduce/pipeline.h"
 #include "topreduce/roll_call.h"
+#include "topreduce/state_range.h"
 #include "topreduce/version.h"
 
 namespace topreduce {
@@ -31,6 +34,11 @@ using wire::Vote;
 
 // How a step treats the compressed parameters.
 enum class Regime { compress, dense, bypass };
+
+// The largest entries, over the number of ranks: far enough from the largest float (2^128) that
+// sums of all ranks, sums on top of what is remembered, and means times a loss scale stay finite.
+constexpr double kLargestSum = 0x1p100;
+constexpr double kUsualLossScale = 0x1p24;
 
 }  // namespace
 
@@ -47,18 +55,20 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
     shown.settings.erase("threads");  // each rank's own affair
     if (mode == Mode::bypass) shown.name += ", bypassed";
     description = "topreduce " + std::string(version()) + "\n" + describe(layout, shown);
-    run = fingerprint(description);
+    run = Fingerprint().add(description).value();
     agreed_ranks = 0;
   }
 
-  // The method or the device changed: where what is owed must live.
-  void settle_down() {
-    Device* const home = pipeline.works_on_device() ? device : nullptr;
-    on_device = pipeline.feedback->move_to(home) && home != nullptr;
+  // The method or the device changes: moves what is owed to where it must live. If it cannot,
+  // nothing has changed.
+  void settle_down(feedback::Feedback& kept, const Pipeline& next, Device* wanted) {
+    Device* const home = next.works_on_device() ? wanted : nullptr;
+    on_device = kept.move_to(home) && home != nullptr;
+    device = wanted;
   }
 
   void begin(Communicator& communicator, float scale);
-  void add(std::span<const std::size_t> parameters, std::span<float> gradient);
+  void add(std::span<const std::size_t> parameters, std::span<float> gradient, float most);
   void attend(const Attendance& attendance);
   void finish();
   void abandon() noexcept;
@@ -68,7 +78,11 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   Regime regime_of_step() const;
   Pending pending(const Parcel& parcel) const;
   feedback::Feedback& memory(const Parcel& parcel);
+  bool is_sound(const Parcel& parcel, const Pending& sight);
   void exchange(Parcel& parcel);
+  bool fits_callers();
+  int divisor_of(const feedback::Feedback& kept) const;
+  float unit_of(const feedback::Feedback& kept) const;
   void leave_out_unused(Parcel& parcel);
   void commit();
   void spoil();
@@ -82,6 +96,7 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   bool on_device = false;  // gradients and what is owed
   Mode mode = Mode::compress;
   std::uint64_t step = 0;
+  bool in_parts = false;  // a commit or a load was broken off
   std::string description;
   std::uint32_t run = 0;  // its fingerprint, in every message
   int agreed_ranks = 0;   // ranks that were asked; 0: nobody yet
@@ -92,6 +107,7 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   Communicator* comm = nullptr;
   comm::Traffic traffic_before;
   float loss_scale = 1;
+  bool narrow = false;  // some caller cannot use every float
   Regime regime = Regime::compress;
   select::Budget budget;
   exchange::Courier courier;
@@ -121,13 +137,19 @@ Regime Reducer::Inside::regime_of_step() const {
 
 void Reducer::Inside::begin(Communicator& communicator, float scale) {
   if (comm != nullptr) throw std::invalid_argument("begin: the last step is still open");
-  if (!(scale > 0) || !std::isfinite(scale)) {
+  if (in_parts) {
+    throw std::runtime_error("begin: a commit or a load was broken off around step " +
+                             std::to_string(step) +
+                             ", so part of the memory is of another step; load a state");
+  }
+  if (!(scale >= 0) || !std::isfinite(scale)) {
     throw std::invalid_argument("begin: loss_scale must be a positive number, not " +
                                 std::to_string(scale));
   }
   comm = &communicator;
   traffic_before = comm->traffic();
-  loss_scale = scale;
+  loss_scale = scale > 0 ? scale : 1;
+  narrow = false;
   const Regime last = std::exchange(regime, regime_of_step());
   if (regime != last) parcels.clear();  // a dense step's buffers are as large as the model
   budget = pipeline.budget_at(step);
@@ -136,7 +158,7 @@ void Reducer::Inside::begin(Communicator& communicator, float scale) {
   running.step = step;
   running.entries = layout.size();
   running.budget = budget.entries + pipeline.kept.size();
-  courier.begin(*comm, running, *pipeline.threads);
+  courier.begin(*comm, running, *pipeline.threads, scale);
   roll.begin(layout.count(), comm->size());
   std::ranges::fill(added, 0);
   missing = layout.count();
@@ -179,7 +201,12 @@ std::size_t Reducer::Inside::take_note(std::span<const std::size_t> parameters) 
   return size;
 }
 
-void Reducer::Inside::add(std::span<const std::size_t> parameters, std::span<float> gradient) {
+void Reducer::Inside::add(std::span<const std::size_t> parameters, std::span<float> gradient,
+                          float most) {
+  if (!(most > 0)) {
+    throw std::invalid_argument("add: most must be a positive number, not " + std::to_string(most));
+  }
+  narrow = narrow || most < std::numeric_limits<float>::max();
   const std::size_t size = take_note(parameters);
   if (!on_device && size != gradient.size()) {
     throw std::invalid_argument("add: the gradient has " + std::to_string(gradient.size()) +
@@ -201,7 +228,8 @@ void Reducer::Inside::add(std::span<const std::size_t> parameters, std::span<flo
          .offset = parameter.offset,
          .count = parameter.size,
          .number = id,
-         .gradient = on_device ? gradient : gradient.subspan(start, parameter.size)});
+         .gradient = on_device ? gradient : gradient.subspan(start, parameter.size),
+         .most = most});
     start += parameter.size;
   }
   if (now) {
@@ -244,6 +272,15 @@ feedback::Feedback& Reducer::Inside::memory(const Parcel& parcel) {
   return remembers ? *pipeline.feedback : *none;
 }
 
+// Whether what this rank brings is finite, and so small that nothing made of it overflows.
+bool Reducer::Inside::is_sound(const Parcel& parcel, const Pending& sight) {
+  const double scale = std::max(1.0, loss_scale / kUsualLossScale);
+  const auto most = static_cast<float>(kLargestSum / scale / comm->size());
+  if (!parcel.seen.within(most)) return false;
+  if (sight.plain() || !memory(parcel).keeps_gradients()) return true;
+  return sight.survey_gradients().within(most);
+}
+
 void Reducer::Inside::exchange(Parcel& parcel) {
   if (parcel.segments.empty()) return;
   parcel.arrange();
@@ -263,18 +300,20 @@ void Reducer::Inside::exchange(Parcel& parcel) {
       if (!parcel.seen.finite()) parcel.selected.clear();
     }
   }
+  const bool sound = is_sound(parcel, sight);
   running[Stage::look] += looked;
   running[Stage::choose] += chosen - looked;
 
   // Coarse values are for those who remember what rounding took.
   const feedback::Feedback& kept = memory(parcel);
   const bool remembers = kept.is_estimate() || kept.has_base();
-  const wire::Envelope envelope{run, step, static_cast<std::uint32_t>(&parcel - parcels.data()),
-                                sight.size(), remembers ? pipeline.values : pipeline.unremembered};
-  courier.open(envelope, sight,
-               !parcel.seen.finite() ? Vote::no
-               : roll.asks()         ? Vote::ask
-                                     : Vote::yes);
+  const wire::Envelope envelope{.run = run,
+                                .step = step,
+                                .bucket = static_cast<std::uint32_t>(&parcel - parcels.data()),
+                                .universe = sight.size(),
+                                .values = remembers ? pipeline.values : pipeline.unremembered,
+                                .contents = parcel.contents()};
+  courier.open(envelope, sight, !sound ? Vote::no : roll.asks() ? Vote::ask : Vote::yes);
   (whole ? *dense : *pipeline.exchange)
       .run(sight, parcel.selected, budget, courier, parcel.delivery);
 }
@@ -300,9 +339,10 @@ void Reducer::Inside::finish() {
     roll.hold({.run = run, .step = step, .bucket = static_cast<std::uint32_t>(open_parcels)},
               courier);
   }
-  running.finite = courier.vote() != Vote::no;
+  if (courier.loss_scale() > 0) loss_scale = courier.loss_scale();
   {
     Stopwatch watch(running[Stage::commit]);
+    running.finite = courier.vote() != Vote::no && fits_callers();
     running.finite ? commit() : spoil();
   }
   const comm::Traffic& traffic = comm->traffic();
@@ -311,6 +351,32 @@ void Reducer::Inside::finish() {
   running.rounds = traffic.rounds - traffic_before.rounds;
   stats = running;
   comm = nullptr;
+}
+
+// Whether callers can use what they would be handed: sums, divisor and loss scale are the same on
+// all ranks, so their answers are.
+bool Reducer::Inside::fits_callers() {
+  if (!narrow) return true;
+  for (const Parcel& parcel : std::span(parcels).first(open_parcels)) {
+    const feedback::Feedback& kept = memory(parcel);
+    for (const Segment& segment : parcel.segments) {
+      if (segment.most == std::numeric_limits<float>::max() || !roll.used(segment.number)) continue;
+      const float largest = kept.largest_mean(pending(parcel), segment, parcel.delivery,
+                                              divisor_of(kept), unit_of(kept));
+      if (!(largest <= segment.most)) return false;
+    }
+  }
+  return true;
+}
+
+// An estimate stays a mean over all ranks; only what is handed out is divided otherwise.
+int Reducer::Inside::divisor_of(const feedback::Feedback& kept) const {
+  return kept.is_estimate() ? comm->size() : roll.divisor();
+}
+
+float Reducer::Inside::unit_of(const feedback::Feedback& kept) const {
+  const float present = static_cast<float>(comm->size()) / static_cast<float>(roll.divisor());
+  return kept.is_estimate() ? loss_scale * present : loss_scale;
 }
 
 // What nobody used is not delivered: whatever was exchanged of it stays owed.
@@ -328,6 +394,7 @@ void Reducer::Inside::leave_out_unused(Parcel& parcel) {
 }
 
 void Reducer::Inside::commit() {
+  in_parts = true;
   double energy = 0, gone = 0;
   for (Parcel& parcel : std::span(parcels).first(open_parcels)) {
     if (parcel.segments.empty()) continue;
@@ -338,12 +405,7 @@ void Reducer::Inside::commit() {
     energy += parcel.seen.energy;
     if (!roll.all_used()) leave_out_unused(parcel);
     feedback::Feedback& kept = memory(parcel);
-    // An estimate stays a mean over all ranks; only what is handed out is divided otherwise.
-    const bool rescale = kept.is_estimate();
-    const int divisor = rescale ? comm->size() : roll.divisor();
-    const float unit = static_cast<float>(comm->size()) / static_cast<float>(roll.divisor());
-    gone += kept.commit(pending(parcel), parcel.delivery, divisor,
-                        rescale ? loss_scale * unit : loss_scale);
+    gone += kept.commit(pending(parcel), parcel.delivery, divisor_of(kept), unit_of(kept));
   }
   if (regime == Regime::compress) {
     if (pipeline.selector) pipeline.selector->commit();
@@ -355,6 +417,7 @@ void Reducer::Inside::commit() {
     running.owed_norm = owes ? std::sqrt(std::max(0.0, energy - gone)) : 0;
   }
   ++step;
+  in_parts = false;
 }
 
 // As in plain DDP, everyone sees that the step is lost.
@@ -387,28 +450,31 @@ void Reducer::agree(Communicator& comm) {
 }
 
 void Reducer::begin(Communicator& comm, float loss_scale) {
+  const FloatMode mode;
   if (inside_->agreed_ranks != comm.size()) agree(comm);
   inside_->begin(comm, loss_scale);
 }
 
-void Reducer::add(std::span<const std::size_t> parameters, std::span<float> gradient) {
+void Reducer::add(std::span<const std::size_t> parameters, std::span<float> gradient, float most) {
+  const FloatMode mode;
   try {
     if (inside_->on_device) {
       throw std::invalid_argument("add: gradients must stay on the device, see on_device");
     }
-    inside_->add(parameters, gradient);
+    inside_->add(parameters, gradient, most);
   } catch (...) {
     abandon();
     throw;
   }
 }
 
-void Reducer::add(std::span<const std::size_t> parameters) {
+void Reducer::add_on_device(std::span<const std::size_t> parameters, float most) {
+  const FloatMode mode;
   try {
     if (!inside_->on_device) {
       throw std::invalid_argument("add: gradients must come to main memory, see on_device");
     }
-    inside_->add(parameters, {});
+    inside_->add(parameters, {}, most);
   } catch (...) {
     abandon();
     throw;
@@ -417,8 +483,7 @@ void Reducer::add(std::span<const std::size_t> parameters) {
 
 void Reducer::use(Device* device) {
   if (inside_->comm != nullptr) throw std::invalid_argument("use: a step is open");
-  inside_->device = device;
-  inside_->settle_down();
+  inside_->settle_down(*inside_->pipeline.feedback, inside_->pipeline, device);
 }
 
 bool Reducer::on_device() const {
@@ -430,6 +495,7 @@ void Reducer::attend(const Attendance& attendance) {
 }
 
 const StepStats& Reducer::finish() {
+  const FloatMode mode;
   try {
     inside_->finish();
   } catch (...) {
@@ -479,15 +545,15 @@ void Reducer::configure(const Spec& changes) {
   // An estimate is kept in another form if the ranks choose alone; it owes nothing and starts anew.
   const bool form_changes =
       (next.choice == Choice::alone) != (now.pipeline.choice == Choice::alone);
-  if (!(form_changes && next.feedback->is_estimate())) {
-    next.feedback = std::move(now.pipeline.feedback);
-  }
+  const bool keeps_memory = !(form_changes && next.feedback->is_estimate());
+  // A device may refuse: so this comes before anything changes.
+  now.settle_down(keeps_memory ? *now.pipeline.feedback : *next.feedback, next, now.device);
+  if (keeps_memory) next.feedback = std::move(now.pipeline.feedback);
   if (same("threads")) next.threads = std::move(now.pipeline.threads);
   if (same("select")) next.selector = std::move(now.pipeline.selector);
   if (same("exchange")) next.exchange = std::move(now.pipeline.exchange);
   now.pipeline = std::move(next);
-  now.given = wanted;
-  now.settle_down();
+  now.given = std::move(wanted);
   const bool own_affair =
       changes.name.empty() && changes.settings.size() == 1 && changes.settings.contains("threads");
   if (!own_affair) now.introduce();
@@ -529,12 +595,18 @@ std::span<const float> Reducer::owed() const {
 void Reducer::visit(StateVisitor& visitor) {
   Inside& now = *inside_;
   if (now.comm != nullptr) throw std::invalid_argument("state: a step is open");
+  const auto purpose = visitor.purpose();
+  if (now.in_parts && purpose == StateVisitor::Purpose::save) {
+    throw std::runtime_error("state: a commit or a load was broken off; load a state first");
+  }
+  now.in_parts = now.in_parts || purpose == StateVisitor::Purpose::load;
   auto step = static_cast<double>(now.step);
-  visitor.number("step", step);
+  visit_number(visitor, "step", step, state_range::kStep);
   now.step = static_cast<std::uint64_t>(step);
   now.pipeline.feedback->visit(visitor);
   if (now.pipeline.selector) now.pipeline.selector->visit(visitor);
   now.pipeline.exchange->visit(visitor);
+  if (purpose == StateVisitor::Purpose::load) now.in_parts = false;
 }
 
 }  // namespace topreduce

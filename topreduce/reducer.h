@@ -1,5 +1,6 @@
 #pragma once
 
+#include <limits>
 #include <memory>
 #include <span>
 #include <string>
@@ -22,9 +23,11 @@ class Device;
 ///   for (bucket : buckets) reducer.add(bucket.parameters, bucket.gradient);
 ///   reducer.finish();                       // every gradient is now the mean
 ///
-/// A step is a transaction: whatever throws between `begin` and the end of `finish` leaves what is
-/// owed, and the gradients, bit for bit as they were. Results do not depend on the bucket cut.
-/// One thread at a time.
+/// A step is a transaction: whatever throws between `begin` and the vote in `finish` leaves what is
+/// owed, and the gradients, bit for bit as they were. What follows the vote cannot fail in main
+/// memory; if a device (device.h) breaks it off, part of the step is committed, and no further step
+/// begins until a state is loaded. Results do not depend on the bucket cut, nor on the caller's
+/// floating-point mode. One thread at a time.
 class TOPREDUCE_API Reducer {
  public:
   /// `method` is a spec such as "topk:density=0.01"; see catalog.def for all words.
@@ -42,22 +45,30 @@ class TOPREDUCE_API Reducer {
   void agree(Communicator& comm);
 
   /// Opens a step. `loss_scale`: gradients come multiplied by it, and so does the mean; what is
-  /// owed is kept without it.
+  /// owed is kept without it. The same on all ranks; 0 on a rank that does not know it, because it
+  /// has run out of data, and takes that of the others.
   void begin(Communicator& comm, float loss_scale = 1);
 
   /// Hands over the gradients of some parameters (numbers in the layout), one after the other in
   /// `gradient`, which must stay alive and untouched until `finish`. Every parameter once per step.
-  void add(std::span<const std::size_t> parameters, std::span<float> gradient);
+  /// All ranks must cut the model alike, and hand buckets over in the same order. `most`: the
+  /// largest magnitude of a mean that the caller can use (65504 if it goes on in fp16); beyond it
+  /// the step counts as not finite.
+  void add(std::span<const std::size_t> parameters, std::span<float> gradient,
+           float most = std::numeric_limits<float>::max());
 
   /// The same for gradients that the device of `use` holds; see `on_device`.
-  void add(std::span<const std::size_t> parameters);
+  void add_on_device(std::span<const std::size_t> parameters,
+                     float most = std::numeric_limits<float>::max());
 
   /// Says of the open step, before its last bucket, that this rank left parameters unused, or has
   /// run out of data. What no rank used is not delivered: its gradient and what is owed stay.
   void attend(const Attendance& attendance);
 
   /// Votes, commits, and replaces every gradient with the mean over the ranks. If any rank had an
-  /// infinity or NaN, nothing is committed and every gradient becomes NaN, on all ranks.
+  /// infinity or NaN, or entries so large (2^100 / ranks) that sums of all ranks might become one,
+  /// or a mean exceeds its `most`, nothing is committed and every gradient becomes NaN, on all
+  /// ranks.
   const StepStats& finish();
 
   /// A whole step for a model whose gradients lie in one piece, in layout order.
@@ -94,7 +105,8 @@ class TOPREDUCE_API Reducer {
   double density() const;            ///< of the next step: 1 while warming up, falling in the ramp
   std::span<const float> owed() const;  ///< flat over `remembered`; empty for feedback "none"
 
-  /// Shows everything the next step depends on, for checkpoints. Not while a step is open.
+  /// Shows everything the next step depends on, for checkpoints. Not while a step is open. A number
+  /// that a visit fills in and that cannot be is std::invalid_argument; see StateVisitor::Purpose.
   void visit(StateVisitor& visitor);
 
  private:

@@ -13,6 +13,11 @@ class TOPREDUCE_API StateVisitor {
  public:
   virtual ~StateVisitor() = default;
 
+  /// What a visit is for. A state is loaded in two visits: `check` fills in numbers, which are
+  /// looked at and dropped, and leaves entries alone; `load` fills in everything.
+  enum class Purpose { save, check, load };
+  virtual Purpose purpose() const = 0;
+
   /// One value per entry of the remembered parameters, in their order.
   virtual void entries(std::string_view name, std::span<float> values) = 0;
   /// One value per remembered parameter, in their order.

@@ -1,6 +1,11 @@
 #include "topreduce/threads.h"
 
+#include <stdexcept>
+#include <string>
+#include <system_error>
 #include <utility>
+
+#include "topreduce/floating.h"
 
 namespace topreduce {
 namespace {
@@ -21,10 +26,22 @@ void pause_a_little() {
 
 Threads::Threads(std::size_t count) {
   if (count == 0) count = std::max(1u, std::thread::hardware_concurrency());
-  while (helpers_.size() + 1 < count) helpers_.emplace_back([this] { help(); });
+  try {
+    while (helpers_.size() + 1 < count) helpers_.emplace_back([this] { help(); });
+  } catch (const std::system_error& error) {
+    const std::size_t got = helpers_.size() + 1;
+    end();
+    throw std::invalid_argument("threads: the system gave " + std::to_string(got) + " of " +
+                                std::to_string(count) + " threads (" + error.what() +
+                                "); choose fewer");
+  }
 }
 
 Threads::~Threads() {
+  end();
+}
+
+void Threads::end() {
   {
     const std::lock_guard lock(mutex_);
     ends_ = true;
@@ -67,6 +84,7 @@ void Threads::take_parts() {
 }
 
 void Threads::help() {
+  const FloatMode mode;
   std::uint64_t last = 0;
   const auto is_new = [&] { return job_ % 2 == 1 && job_ != last; };
   for (;;) {

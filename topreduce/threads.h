@@ -45,6 +45,7 @@ class Threads {
   using Call = void (*)(const void* body, std::size_t part);
   void share(std::size_t parts, Call call, const void* body);
   void help();
+  void end();  // of all helpers
   void take_parts();
 
   std::vector<std::thread> helpers_;

@@ -1,5 +1,6 @@
 #include "topreduce/reducer.h"
 
+#include <limits>
 #include <map>
 #include <utility>
 
@@ -24,6 +25,8 @@ using topreduce::Spec;
 using topreduce::StepStats;
 
 namespace {
+
+constexpr float kAnyFloat = std::numeric_limits<float>::max();
 
 // ---- what goes in ------------------------------------------------------------------------------
 
@@ -85,24 +88,24 @@ struct Owner {
   }
 
   // Whatever is wrong with a bucket drops the step, as a failed exchange does.
-  void add(const nb::object& numbers, const nb::object& gradient) {
+  void add(const nb::object& numbers, const nb::object& gradient, float most) {
     try {
       const std::vector<std::size_t> parameters = parameter_numbers(numbers);
       const std::span<float> floats = writable_floats(gradient);
       held.push_back(gradient);
       const nb::gil_scoped_release release;
-      reducer.add(parameters, floats);
+      reducer.add(parameters, floats, most);
     } catch (...) {
       abandon();
       throw;
     }
   }
 
-  void add_on_device(const nb::object& numbers) {
+  void add_on_device(const nb::object& numbers, float most) {
     try {
       const std::vector<std::size_t> parameters = parameter_numbers(numbers);
       const nb::gil_scoped_release release;
-      reducer.add(parameters);
+      reducer.add_on_device(parameters, most);
     } catch (...) {
       abandon();
       throw;
@@ -184,14 +187,18 @@ void bind_reducer(nb::module_& module) {
           "Compare version, model and settings over the ranks; ValueError on all if they differ.")
       .def("begin", &Owner::begin, "comm"_a, "loss_scale"_a = 1.0f,
            nb::sig("def begin(self, comm: Communicator, loss_scale: float = 1.0) -> None"),
-           "Open a step; gradients come, and leave, multiplied by `loss_scale`.")
-      .def("add", &Owner::add, "parameters"_a.none(), "gradient"_a.none(),
+           "Open a step; gradients come, and leave, multiplied by `loss_scale`, which is the same\n"
+           "on all ranks, or 0 where it is not known.")
+      .def("add", &Owner::add, "parameters"_a.none(), "gradient"_a.none(), "most"_a = kAnyFloat,
            nb::sig("def add(self, parameters: collections.abc.Sequence[int], gradient: "
-                   "numpy.typing.NDArray[numpy.float32]) -> None"),
+                   "numpy.typing.NDArray[numpy.float32], most: float = 3.4028234663852886e+38) -> "
+                   "None"),
            "Hand over gradients of some parameters, one after the other in one float32 array that\n"
-           "stays untouched until `finish` writes the mean into it.")
-      .def("add_on_device", &Owner::add_on_device, "parameters"_a.none(),
-           nb::sig("def add_on_device(self, parameters: collections.abc.Sequence[int]) -> None"),
+           "stays untouched until `finish` writes the mean into it. A mean above `most` counts as\n"
+           "not finite.")
+      .def("add_on_device", &Owner::add_on_device, "parameters"_a.none(), "most"_a = kAnyFloat,
+           nb::sig("def add_on_device(self, parameters: collections.abc.Sequence[int], most: float "
+                   "= 3.4028234663852886e+38) -> None"),
            "The same for gradients that the device of `use` holds.")
       .def("use", &Owner::use, "device"_a.none(),
            nb::sig("def use(self, device: Device | None) -> None"),

@@ -29,6 +29,7 @@ class Saver final : public topreduce::StateVisitor {
   explicit Saver(const Layout& layout) : layout_(layout) {
     for (const char* part : {"numbers", "parameters", "entries"}) state[part] = nb::dict();
   }
+  Purpose purpose() const override { return Purpose::save; }
   void entries(std::string_view name, std::span<float> values) override {
     nb::dict by_parameter;
     for (const Parameter& parameter : layout_.parameters()) {
@@ -68,9 +69,10 @@ std::string shape_text(const std::size_t* extents, std::size_t dimensions) {
 // state that does not fit changes nothing.
 class Loader final : public topreduce::StateVisitor {
  public:
-  enum class Pass { check, apply };
-  Loader(const Layout& layout, nb::dict state, Pass pass)
-      : layout_(layout), state_(std::move(state)), pass_(pass) {}
+  Loader(const Layout& layout, nb::dict state, Purpose purpose)
+      : layout_(layout), state_(std::move(state)), purpose_(purpose) {}
+
+  Purpose purpose() const override { return purpose_; }
 
   void entries(std::string_view name, std::span<float> values) override {
     const nb::dict saved = by_parameter("entries", name);
@@ -89,7 +91,7 @@ class Loader final : public topreduce::StateVisitor {
       if (!std::ranges::all_of(all, [](float x) { return std::isfinite(x); })) {
         fail(what + " holds an infinity or NaN");
       }
-      if (pass_ == Pass::apply) {
+      if (purpose_ == Purpose::load) {
         std::ranges::copy(all, values.begin() + static_cast<std::ptrdiff_t>(parameter.offset));
       }
     }
@@ -117,10 +119,11 @@ class Loader final : public topreduce::StateVisitor {
     }
   }
 
- private:
   [[noreturn]] static void fail(const std::string& what) {
     throw nb::value_error(("load_state: " + what + "; nothing was changed").c_str());
   }
+
+ private:
   static nb::object get(const nb::dict& dict, std::string_view key, std::string_view where) {
     const std::string name(key);
     if (!dict.contains(name.c_str())) fail(std::string(where) + " has no '" + name + "'");
@@ -145,15 +148,12 @@ class Loader final : public topreduce::StateVisitor {
     if (!nb::try_cast(item, number) || !std::isfinite(number)) {
       fail(std::string(name) + " is no number");
     }
-    if (name == "step" && (number < 0 || number != std::floor(number) || number > 0x1p53)) {
-      fail("step is no whole number");
-    }
-    if (pass_ == Pass::apply) value = number;
+    value = number;
   }
 
   const Layout& layout_;
   nb::dict state_;
-  Pass pass_;
+  Purpose purpose_;
   std::map<std::string, std::set<std::string, std::less<>>> asked_ = {
       {"numbers", {}}, {"parameters", {}}, {"entries", {}}};
 };
@@ -167,9 +167,14 @@ nb::dict save_state(Reducer& reducer) {
 }
 
 void load_state(Reducer& reducer, const nb::dict& state) {
-  for (const auto pass : {Loader::Pass::check, Loader::Pass::apply}) {
-    Loader loader(reducer.remembered(), state, pass);
-    reducer.visit(loader);
+  using Purpose = topreduce::StateVisitor::Purpose;
+  for (const auto purpose : {Purpose::check, Purpose::load}) {
+    Loader loader(reducer.remembered(), state, purpose);
+    try {
+      reducer.visit(loader);
+    } catch (const std::invalid_argument& error) {
+      Loader::fail(error.what());
+    }
     loader.expect_nothing_else();
   }
 }

@@ -142,7 +142,7 @@ def caps_for(
 ) -> list[int]:
     """Three budgets: one entry each, by recent share, by size; rounded by one phase."""
     recent = reduce(add, shares, 0.0)  # sum() is more exact than plain addition
-    by_share = 2.0 * k / recent if known and recent > 0 else 0.0
+    by_share = 2.0 * k / recent if known and recent > 2.0**-20 else 0.0
     each = min(1.0, k / 2 / max(1, len(shares)))
     rest = (3.0 * k if known else k) - by_share * recent - each * max(1, len(shares))
     by_size = rest / max(1.0, n)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from stepping import Floats, run_step, snapshot
 from transport import alone
 
@@ -254,7 +255,23 @@ def test_calls_in_the_wrong_order() -> None:
     assert reducer.finish().step == 1, "none of them closed the step"
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, np.inf, np.nan])
+@pytest.mark.parametrize("granularity", ["bucket", "model"])
+def test_zeros_are_not_chosen_where_subnormals_are_flushed(granularity: str) -> None:
+    """torch.set_flush_denormal(True): the smallest threshold is then equal to zero."""
+    embedding = Layout([("embedding", (100, 48))])
+    gradient = np.zeros(4800, np.float32)
+    gradient[480:528] = 1.0
+    torch.set_flush_denormal(True)
+    try:
+        reducer = Reducer(embedding, "topk", density=0.5, granularity=granularity)
+        reducer.begin(alone())
+        reducer.add([0], gradient)
+        assert reducer.finish().selected == 48
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("scale", [-1.0, np.inf, np.nan])
 def test_a_wrong_loss_scale(scale: float) -> None:
     with pytest.raises(ValueError, match="loss_scale must be a positive number"):
         Reducer(LAYOUT, "topk").begin(alone(), loss_scale=scale)

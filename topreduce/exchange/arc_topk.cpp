@@ -95,13 +95,11 @@ class ArcTopK final : public Exchange {
       score();
       choose(pending, budget);
       take(pending, delivery);
-      courier.expect_same(fingerprint_of_choice());
+      courier.expect_same(fingerprint_of_choice(),
+                          "the ranks hand over different parameters (all must add the same "
+                          "buckets in the same order), or chose different rows");
     }
-    try {
-      add_up(pending, courier, delivery);
-    } catch (const WireError& error) {
-      throw WireError(std::string(error.what()) + " (another run: it chose other rows)");
-    }
+    add_up(pending, courier, delivery);
   }
 
   Cost cost(double k, double size, int ranks) const override {
@@ -228,12 +226,12 @@ class ArcTopK final : public Exchange {
     }
   }
 
-  std::uint32_t fingerprint_of_choice() const {
-    std::uint32_t hash = 2166136261u;  // FNV-1a over where the rows start
+  Fingerprint fingerprint_of_choice() const {
+    Fingerprint starts;
     for (const Row& row : rows_) {
-      if (row.chosen) hash = (hash ^ row.start) * 16777619u;
+      if (row.chosen) starts.add(row.start);
     }
-    return hash;
+    return starts;
   }
 
   // ---- second all-reduce: the rows ----

@@ -4,6 +4,7 @@
 
 #include "topreduce/comm/communicator.h"
 #include "topreduce/exchange/regions.h"
+#include "topreduce/fingerprint.h"
 #include "topreduce/pending.h"
 #include "topreduce/stats.h"
 #include "topreduce/wire/message.h"
@@ -17,8 +18,9 @@ namespace topreduce::exchange {
 /// entries that were rounded to zero may be gone.
 class Courier {
  public:
-  /// Starts a step.
-  void begin(Communicator& comm, StepStats& stats, Threads& threads = Threads::none());
+  /// Starts a step. `loss_scale`: 0 if this rank does not know it; then it learns it from others.
+  void begin(Communicator& comm, StepStats& stats, Threads& threads = Threads::none(),
+             float loss_scale = 0);
   /// Starts one exchange of it, over `pending`; from here on this rank votes `vote`.
   void open(const wire::Envelope& envelope, const Pending& pending, wire::Vote vote);
 
@@ -77,17 +79,24 @@ class Courier {
   void all_reduce(std::span<float> values, std::span<float> settled);
 
   /// From here on, until the next `open`, messages are stamped with the fingerprint of a choice
-  /// that all ranks must have made alike; a message with another one is a WireError.
-  void expect_same(std::uint32_t choice) { envelope_.run ^= choice; }
+  /// that all ranks must have made alike; a message with another one is a WireError that says
+  /// `disagreement`.
+  void expect_same(const Fingerprint& choice, const char* disagreement) {
+    envelope_.contents = Fingerprint().add(envelope_.contents).add(choice.value()).value();
+    envelope_.disagreement = disagreement;
+  }
 
   /// Where an exchange books the time of its own computing.
   double& seconds(Stage stage) { return (*stats_)[stage]; }
 
   /// What the votes of every rank heard from so far, and of this one, come to.
   wire::Vote vote() const { return vote_; }
+  /// That of this rank, or of those it heard from; 0 if none of them knows it.
+  float loss_scale() const { return loss_scale_; }
 
  private:
   void hear(wire::Vote vote);
+  void learn_loss_scale(std::span<const std::byte> message);
   void pack(wire::Pieces pieces, SparseVector& entries);  // appends to the outbox
   template <class Read>
   void read_all(Read&& read);  // read(rank, message) of every rank in the inbox, in rank order
@@ -107,6 +116,7 @@ class Courier {
   Threads* threads_ = nullptr;
   wire::Envelope envelope_;
   wire::Vote vote_ = wire::Vote::yes;
+  float loss_scale_ = 0;
   std::vector<wire::Piece> parameters_;          // of the open exchange
   std::vector<std::vector<wire::Piece>> owned_;  // by rank
   Bytes outbox_, kept_;

@@ -22,17 +22,23 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 
 #include "topreduce/catalog.h"
 #include "topreduce/exchange/global_cut.h"
 #include "topreduce/exchange/regions.h"
+#include "topreduce/floating.h"
+#include "topreduce/state_range.h"
 
 namespace topreduce::exchange {
 namespace {
 
-constexpr double kFarOff = 2;       // counts beyond this factor of the budget are far off
-constexpr double kShown = 0.75;     // of the cut: down to here sums are shown at an exact step
+constexpr double kFarOff = 2;    // counts beyond this factor of the budget are far off
+constexpr double kShown = 0.75;  // of the cut: down to here sums are shown at an exact step
+constexpr char kOtherState[] =
+    "the ranks hand over different parameters (all must add the same buckets in the same order), "
+    "or do not share one cut and one set of regions (load states of the same step on all)";
 constexpr double kSteepness = 0.3;  // threshold ~ budget^-0.3, when the budget itself changes
 
 struct Control {
@@ -54,7 +60,7 @@ void append_if(const SparseVector& entries, Passes&& passes, SparseVector& kept)
 }
 
 auto at_least(double threshold) {
-  const auto cut = static_cast<float>(threshold);
+  const float cut = to_magnitude(threshold);
   return [cut](Index, float value) { return std::abs(value) >= cut; };
 }
 
@@ -155,11 +161,11 @@ class OkTopk final : public Exchange {
   }
 
   void visit(StateVisitor& visitor) override {
-    visitor.number("ok_topk.threshold", threshold_);
-    visitor.number("ok_topk.budget", last_k_);
-    visitor.number("ok_topk.due", due_);
-    visitor.number("ok_topk.skew", skew_);
-    visitor.number("ok_topk.agreed", agreed_);
+    visit_number(visitor, "ok_topk.threshold", threshold_, state_range::kThreshold);
+    visit_number(visitor, "ok_topk.budget", last_k_, state_range::kEntries);
+    visit_number(visitor, "ok_topk.due", due_, state_range::kFlag);
+    visit_number(visitor, "ok_topk.skew", skew_, {0, 0x1p32});
+    visit_number(visitor, "ok_topk.agreed", agreed_, state_range::kFlag);
     regions_.visit("ok_topk.bound", visitor);
   }
 
@@ -177,12 +183,22 @@ class OkTopk final : public Exchange {
   // Split: afterwards reduced_ holds the sums of this rank's regions, sent_ what this rank sent.
   std::span<const Regions::Piece> reduce(const Pending& pending, const SparseVector& selected,
                                          Courier& courier) {
+    courier.expect_same(Fingerprint()
+                            .add(k_)
+                            .add(std::bit_cast<std::uint64_t>(cut_))
+                            .add(std::bit_cast<std::uint64_t>(skew_))
+                            .add(exact_)
+                            .add(agree_),
+                        kOtherState);
     if (agree_) {
       regions_.propose(pending.segments(), selected, shown_);
       courier.all_gather_exact(shown_, parts_);
       regions_.learn(pending.segments(), parts_);
     }
     const auto pieces = regions_.pieces(pending.segments(), courier.ranks());
+    Fingerprint bounds;
+    for (const Regions::Piece& piece : pieces) bounds.add(piece.end);
+    courier.expect_same(bounds, kOtherState);
     outgoing_.resize(static_cast<std::size_t>(courier.ranks()));
     split(selected, pieces, outgoing_);
     courier.all_to_all(outgoing_, pieces, parts_);

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "topreduce/errors.h"
+#include "topreduce/state_range.h"
 
 namespace topreduce::exchange {
 namespace {
@@ -44,6 +45,9 @@ Regions::Regions(const Layout& layout) {
     for (const Parameter& parameter : layout.parameters()) {
       kept_[i].push_back(static_cast<double>(parameter.size * (i + 1) / kParts));
     }
+  }
+  for (const Parameter& parameter : layout.parameters()) {
+    sizes_.push_back(static_cast<double>(parameter.size));
   }
   learnt_ = kept_;
 }
@@ -114,9 +118,21 @@ std::span<const Regions::Piece> Regions::pieces(std::span<const Segment> segment
 }
 
 void Regions::visit(std::string_view name, StateVisitor& visitor) {
-  for (std::size_t i = 0; i < kept_.size(); ++i) {
-    visitor.parameters(std::string(name) + "." + std::to_string(i + 1), kept_[i]);
+  using Purpose = StateVisitor::Purpose;
+  Bounds loaded = kept_;
+  const auto name_of = [&](std::size_t i) {
+    return std::string(name) + "." + std::to_string(i + 1);
+  };
+  for (std::size_t i = 0; i < loaded.size(); ++i) visitor.parameters(name_of(i), loaded[i]);
+  if (visitor.purpose() == Purpose::save) return;
+  for (std::size_t i = 0; i < loaded.size(); ++i) {
+    for (std::size_t p = 0; p < sizes_.size(); ++p) {
+      // Ascending, or pieces would overlap.
+      const double least = i > 0 ? loaded[i - 1][p] : 0;
+      expect_in_range(name_of(i), loaded[i][p], {least, sizes_[p], StateRange::Kind::whole});
+    }
   }
+  if (visitor.purpose() == Purpose::load) kept_ = loaded;
 }
 
 void split(const SparseVector& entries, std::span<const Regions::Piece> pieces,

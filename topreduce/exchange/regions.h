@@ -53,6 +53,7 @@ class Regions {
 
   std::size_t bound(const Segment& segment, std::size_t i) const;
 
+  std::vector<double> sizes_;  // of the parameters
   Bounds kept_, learnt_;
   std::vector<Piece> pieces_;
 };

@@ -18,6 +18,7 @@
 
 #include "topreduce/catalog.h"
 #include "topreduce/feedback/walk.h"
+#include "topreduce/state_range.h"
 
 namespace topreduce::feedback {
 namespace {
@@ -31,6 +32,10 @@ class EF21 final : public Feedback {
   std::span<const float> owed() const override { return {}; }
   bool is_estimate() const override { return true; }
   bool started() const override { return started_ != 0 || base_.empty(); }
+  bool keeps_gradients() const override { return true; }
+  HeldMean held_mean() const override {
+    return mean_.empty() ? HeldMean{base_, -1} : HeldMean{mean_, 1};
+  }
 
   double commit(const Pending& pending, const exchange::Delivery& delivery, int ranks,
                 float unit) override {
@@ -63,7 +68,7 @@ class EF21 final : public Feedback {
   }
 
   void visit(StateVisitor& visitor) override {
-    visitor.number("ef21.started", started_);
+    visit_number(visitor, "ef21.started", started_, state_range::kFlag);
     visitor.entries("ef21.base", base_);
     if (!mean_.empty()) visitor.entries("ef21.mean", mean_);
   }

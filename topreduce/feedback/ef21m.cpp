@@ -18,6 +18,7 @@
 
 #include "topreduce/catalog.h"
 #include "topreduce/feedback/walk.h"
+#include "topreduce/state_range.h"
 
 namespace topreduce::feedback {
 namespace {
@@ -35,6 +36,8 @@ class EF21M final : public Feedback {
   std::span<const float> owed() const override { return {}; }
   bool is_estimate() const override { return true; }
   bool started() const override { return started_ != 0 || base_.empty(); }
+  bool keeps_gradients() const override { return true; }
+  HeldMean held_mean() const override { return {mean_, 1}; }
 
   double commit(const Pending& pending, const exchange::Delivery& delivery, int ranks,
                 float unit) override {
@@ -72,7 +75,7 @@ class EF21M final : public Feedback {
   }
 
   void visit(StateVisitor& visitor) override {
-    visitor.number("ef21m.started", started_);
+    visit_number(visitor, "ef21m.started", started_, state_range::kFlag);
     visitor.entries("ef21m.base", base_);
     visitor.entries("ef21m.mean", mean_);
     if (!estimate_.empty()) visitor.entries("ef21m.estimate", estimate_);

@@ -36,6 +36,20 @@ class Feedback {
   /// False as long as the next step must send everything.
   virtual bool started() const { return true; }
 
+  /// Whether it adds up gradients beside its base, so that they must be small enough themselves.
+  virtual bool keeps_gradients() const { return false; }
+
+  /// The mean that a delivery is added to before it is handed out, times `sign`; empty for none.
+  struct HeldMean {
+    std::span<const float> values;
+    float sign = 1;
+  };
+  virtual HeldMean held_mean() const { return {}; }
+
+  /// The largest magnitude that `commit` would hand out of one segment. Changes nothing.
+  float largest_mean(const Pending& pending, const Segment& segment,
+                     const exchange::Delivery& delivery, int ranks, float unit) const;
+
   /// The step was voted through. For one exchange: takes what was settled off the memory and
   /// replaces its gradients with the mean over `ranks`, times `unit` (the loss scale). Returns by
   /// how much the energy of `pending` went down.

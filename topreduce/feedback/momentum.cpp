@@ -37,6 +37,7 @@ class Momentum final : public Feedback {
 
   std::span<const float> base() const override { return base_; }
   float scale() const override { return scale_; }
+  bool keeps_gradients() const override { return true; }
   Drift drift() const override {
     return {velocity_, momentum_, push_,
             masking_ == Masking::on ? Drift::Sent::stop : Drift::Sent::go_on};

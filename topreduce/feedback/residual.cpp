@@ -2,6 +2,8 @@
 // Law, on each rank: owed after = owed before + gradient - settled.
 // Seide et al. 2014; Stich et al. 2018; Karimireddy et al. 2019 (arXiv 1901.09847).
 
+#include <utility>
+
 #include "topreduce/catalog.h"
 #include "topreduce/feedback/on_device.h"
 #include "topreduce/feedback/walk.h"
@@ -47,16 +49,21 @@ class Residual final : public Feedback {
     if (device == device_) return true;
     fetch();
     if (device != nullptr) device->write(owed_);
-    if (device_ != nullptr) device_->write({});
-    device_ = device;
+    Device* const left = std::exchange(device_, device);
     drop_copy();
+    try {
+      if (left != nullptr) left->write({});
+    } catch (...) {  // it moved all the same; the device keeps memory that nobody looks at
+    }
     return true;
   }
 
   void visit(StateVisitor& visitor) override {
     fetch();
     visitor.entries("owed", owed_);
-    if (device_ != nullptr) device_->write(owed_);
+    if (device_ != nullptr && visitor.purpose() == StateVisitor::Purpose::load) {
+      device_->write(owed_);
+    }
     drop_copy();
   }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -37,6 +38,8 @@ struct Seen {
 
   /// False if an infinity or NaN went by.
   bool finite() const { return largest_bits < 0x7f800000u; }
+  /// Whether all magnitudes were at most `limit`.
+  bool within(float limit) const { return largest_bits <= std::bit_cast<std::uint32_t>(limit); }
 };
 
 /// What passes over the parts of a vector saw together; their order decides the last bits.

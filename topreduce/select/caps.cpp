@@ -8,6 +8,11 @@
 #include "topreduce/select/strongest.h"
 
 namespace topreduce::select {
+namespace {
+
+constexpr double kForgotten = 0x1p-20;  // of an entry
+
+}  // namespace
 
 Caps::Caps(const Layout& layout)
     : shares_(layout.count()), sent_(layout.count()), caps_(layout.count()) {
@@ -21,7 +26,8 @@ void Caps::begin(const Budget& budget, Threshold threshold) {
   const bool known = threshold == Threshold::known;
   const auto k = static_cast<double>(budget.entries);
   const double recent = std::accumulate(shares_.begin(), shares_.end(), 0.0);
-  const double by_share = known && recent > 0 ? 2 * k / recent : 0;
+  // Nothing was sent for many steps: shares have halved to nothing, and say no more.
+  const double by_share = known && recent > kForgotten ? 2 * k / recent : 0;
   const auto parameters = static_cast<double>(std::max<std::size_t>(1, caps_.size()));
   const double each = std::min(1.0, k / 2 / parameters);
   const double rest = (known ? 3 * k : k) - by_share * recent - each * parameters;

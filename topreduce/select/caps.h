@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "topreduce/select/selector.h"
+#include "topreduce/state_range.h"
 
 namespace topreduce::select {
 
@@ -30,7 +31,11 @@ class Caps {
   void choose_on_device(const Pending& pending, float floor, SparseVector& selected);
 
   void commit();
-  void visit(std::string_view name, StateVisitor& visitor) { visitor.parameters(name, shares_); }
+  void visit(std::string_view name, StateVisitor& visitor) {
+    visit_parameters(visitor, name, shares_, [&](std::size_t p) {
+      return StateRange{0, sizes_[p]};
+    });
+  }
 
  private:
   std::vector<double> sizes_;      // entries of each parameter

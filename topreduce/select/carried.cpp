@@ -10,6 +10,7 @@
 // Drops nothing: what stays below the threshold stays owed. Ours; Ok-Topk's reuse of thresholds
 // (arXiv 2201.07598) is the nearest published relative.
 
+#include <algorithm>
 #include <cmath>
 
 #include "topreduce/catalog.h"
@@ -19,6 +20,7 @@ namespace topreduce::select {
 namespace {
 
 constexpr double kFarOff = 2;  // counts beyond this factor of the budget are far off
+constexpr double kLeastBias = 0x1p-64;
 
 class Carried final : public Selector {
  public:
@@ -36,6 +38,7 @@ class Carried final : public Selector {
     const double count = foresight_.count();
     const bool near = foresight_.cut() > 0 && count > k / kFarOff && count < k * kFarOff;
     bias_ = near ? bias_ * std::pow(count / k, gain_) : 1;
+    bias_ = std::clamp(bias_, kLeastBias, 1 / kLeastBias);
     const float foreseen = foresight_.sample().kth_magnitude(foresight_.budget().entries, 0);
     foresight_.commit(foreseen > 0 ? foreseen * bias_ : foresight_.cut());
   }
@@ -44,7 +47,7 @@ class Carried final : public Selector {
 
   void visit(StateVisitor& visitor) override {
     foresight_.visit(visitor);
-    visitor.number("carried.bias", bias_);
+    visit_number(visitor, "carried.bias", bias_, {kLeastBias, 1 / kLeastBias});
   }
 
  private:

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "topreduce/floating.h"
 #include "topreduce/stats.h"
 
 namespace topreduce::select {
@@ -19,7 +20,7 @@ void Foresight::begin(const Budget& budget) {
   budget_ = budget;
   sample_.begin(budget.model, kSampleSize);
   const auto k = static_cast<double>(budget.entries);
-  cut_ = static_cast<float>(threshold_ * std::pow(last_k_ / k, kSteepness));
+  cut_ = to_magnitude(threshold_ * std::pow(last_k_ / k, kSteepness));
   if (budget.entries >= budget.model) cut_ = kNonZero;
   caps_.begin(budget, cut_ > 0 ? Caps::Threshold::known : Caps::Threshold::unknown);
 }
@@ -75,14 +76,14 @@ void Foresight::look(const Segment& segment, const Pending& pending, kernels::Se
 }
 
 void Foresight::commit(double threshold) {
-  threshold_ = threshold;
+  threshold_ = std::min(threshold, state_range::kThreshold.most);
   last_k_ = static_cast<double>(budget_.entries);
   caps_.commit();
 }
 
 void Foresight::visit(StateVisitor& visitor) {
-  visitor.number(name_ + ".threshold", threshold_);
-  visitor.number(name_ + ".budget", last_k_);
+  visit_number(visitor, name_ + ".threshold", threshold_, state_range::kThreshold);
+  visit_number(visitor, name_ + ".budget", last_k_, state_range::kEntries);
   caps_.visit(name_ + ".share", visitor);
 }
 

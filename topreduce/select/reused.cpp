@@ -17,6 +17,7 @@
 #include <cmath>
 
 #include "topreduce/catalog.h"
+#include "topreduce/floating.h"
 #include "topreduce/select/caps.h"
 #include "topreduce/select/strongest.h"
 #include "topreduce/stats.h"
@@ -46,7 +47,7 @@ class Reused final : public Selector {
     if (whole_model()) return;
     const bool known = cut_ > 0 || sends_all();
     caps_.begin(budget, known ? Caps::Threshold::known : Caps::Threshold::unknown);
-    ranking_.begin(budget.entries, static_cast<float>(cut_ / 2));
+    ranking_.begin(budget.entries, to_magnitude(cut_ / 2));
   }
 
   void choose(const Pending& pending, SparseVector& selected, kernels::Seen& seen,
@@ -57,7 +58,7 @@ class Reused final : public Selector {
     {
       Stopwatch watch(look_seconds);
       const auto most = static_cast<std::size_t>(kFarOff) * budget_.entries;
-      look(pending, most, static_cast<float>(cut_), seen);
+      look(pending, most, to_magnitude(cut_), seen);
     }
     if (!seen.finite()) return;
     strongest_.finish(selected);
@@ -76,15 +77,16 @@ class Reused final : public Selector {
     threshold_ = cut_;
     if (count_ < control_.low * last_k_) threshold_ /= control_.factor;
     if (count_ > control_.high * last_k_) threshold_ *= control_.factor;
+    threshold_ = std::min(threshold_, state_range::kThreshold.most);
     due_ = count_ < last_k_ / kFarOff || count_ >= last_k_ * kFarOff ? 1 : 0;
   }
 
   bool works_on_device(Budget::Exchanges) const override { return true; }
 
   void visit(StateVisitor& visitor) override {
-    visitor.number("reused.threshold", threshold_);
-    visitor.number("reused.budget", last_k_);
-    visitor.number("reused.due", due_);
+    visit_number(visitor, "reused.threshold", threshold_, state_range::kThreshold);
+    visit_number(visitor, "reused.budget", last_k_, state_range::kEntries);
+    visit_number(visitor, "reused.due", due_, state_range::kFlag);
     caps_.visit("reused.share", visitor);
   }
 
@@ -102,7 +104,7 @@ class Reused final : public Selector {
                       double& look_seconds) {
     {
       Stopwatch watch(look_seconds);
-      const float floor = sends_all() ? kNonZero : static_cast<float>(cut_ / 2);
+      const float floor = sends_all() ? kNonZero : to_magnitude(cut_ / 2);
       look(pending, budget_.entries, floor, seen);
       if (seen.finite() && strongest_.size() < budget_.entries && floor > kNonZero) {
         look(pending, budget_.entries, kNonZero, seen);
@@ -117,13 +119,13 @@ class Reused final : public Selector {
   void guard(SparseVector& selected) {
     const double limit = control_.guard * static_cast<double>(budget_.entries);
     for (std::uint64_t pass = 0; pass < control_.guard_passes; ++pass) {
-      const auto cut = static_cast<float>(cut_);
+      const auto cut = to_magnitude(cut_);
       const auto above = std::ranges::count_if(
           selected.values, [cut](float value) { return std::abs(value) >= cut; });
       if (static_cast<double>(above) <= limit) break;
       cut_ *= control_.guard_factor;
     }
-    const auto cut = static_cast<float>(cut_);
+    const auto cut = to_magnitude(cut_);
     std::size_t kept = 0;
     for (std::size_t i = 0; i < selected.size(); ++i) {
       if (std::abs(selected.values[i]) < cut) continue;
@@ -135,7 +137,7 @@ class Reused final : public Selector {
 
   void choose_in_bucket(const Pending& pending, SparseVector& selected, kernels::Seen& seen,
                         double& look_seconds) {
-    const float cut = sends_all() ? kNonZero : static_cast<float>(cut_);
+    const float cut = sends_all() ? kNonZero : to_magnitude(cut_);
     if (pending.device() != nullptr) {
       Stopwatch watch(look_seconds);
       seen = pending.survey();

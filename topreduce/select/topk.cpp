@@ -8,8 +8,10 @@
 #include <cmath>
 
 #include "topreduce/catalog.h"
+#include "topreduce/floating.h"
 #include "topreduce/select/sample.h"
 #include "topreduce/select/strongest.h"
+#include "topreduce/state_range.h"
 #include "topreduce/stats.h"
 
 namespace topreduce::select {
@@ -44,8 +46,8 @@ class TopK final : public Selector {
   bool works_on_device(Budget::Exchanges) const override { return true; }
 
   void visit(StateVisitor& visitor) override {
-    visitor.number("topk.cut", cut_);
-    visitor.number("topk.slack", slack_);
+    visit_number(visitor, "topk.cut", cut_, state_range::kThreshold);
+    visit_number(visitor, "topk.slack", slack_, {kLeastSlack, kMostSlack});
   }
 
  private:
@@ -53,7 +55,7 @@ class TopK final : public Selector {
     const std::size_t k = budget_.entries;
     if (k >= budget_.model) return collect(pending, kNonZero, seen);
     if (cut_ > 0) {
-      collect(pending, static_cast<float>(cut_ * (1 - slack_)), seen);
+      collect(pending, to_magnitude(cut_ * (1 - slack_)), seen);
       if (strongest_.size() >= k || !seen.finite()) return;
     }
     sample_.begin(budget_.model, kSampleSize);

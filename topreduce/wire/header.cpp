@@ -1,8 +1,10 @@
 #include "topreduce/wire/header.h"
 
-#include <algorithm>
+#include <bit>
+#include <sstream>
 #include <string>
 
+#include "topreduce/fingerprint.h"
 #include "topreduce/wire/checksum.h"
 #include "topreduce/wire/little_endian.h"
 
@@ -10,7 +12,7 @@ namespace topreduce::wire {
 namespace {
 
 constexpr std::uint32_t kMagic = 0x31525054;  // "TPR1"
-constexpr std::uint8_t kVersion = 2;
+constexpr std::uint8_t kVersion = 3;
 
 enum Place : std::size_t {
   kAtMagic = 0,
@@ -21,10 +23,11 @@ enum Place : std::size_t {
   kAtRun = 8,
   kAtBucket = 12,
   kAtStep = 16,
-  kAtUniverse = 24,
+  kAtContents = 24,
   kAtCount = 28,
   kAtPayloadBytes = 32,
-  kAtChecksum = 40,
+  kAtLossScale = 40,
+  kAtChecksum = 44,
 };
 static_assert(kAtChecksum + sizeof(std::uint32_t) == kHeaderBytes);
 
@@ -43,6 +46,11 @@ void expect_equal(const char* field, std::uint64_t came, std::uint64_t expected)
   expect(came == expected, field, came, "", expected);
 }
 
+// Places are counted in the universe, so it is part of what a message is about.
+std::uint32_t contents_of(const Envelope& envelope) {
+  return Fingerprint().add(envelope.contents).add(envelope.universe).value();
+}
+
 }  // namespace
 
 void seal(const Envelope& envelope, Kind kind, Vote vote, std::size_t count,
@@ -56,14 +64,19 @@ void seal(const Envelope& envelope, Kind kind, Vote vote, std::size_t count,
   store(header + kAtRun, envelope.run);
   store(header + kAtBucket, envelope.bucket);
   store(header + kAtStep, envelope.step);
-  store(header + kAtUniverse, envelope.universe);
+  store(header + kAtContents, contents_of(envelope));
   store(header + kAtCount, static_cast<std::uint32_t>(count));
   store(header + kAtPayloadBytes, static_cast<std::uint64_t>(message.size() - kHeaderBytes));
+  store(header + kAtLossScale, std::bit_cast<std::uint32_t>(envelope.loss_scale));
   store(header + kAtChecksum, checksum_of(message));
 }
 
 std::uint64_t payload_bytes(std::span<const std::byte> message) {
   return load<std::uint64_t>(message.data() + kAtPayloadBytes);
+}
+
+float loss_scale_of(std::span<const std::byte> message) {
+  return std::bit_cast<float>(load<std::uint32_t>(message.data() + kAtLossScale));
 }
 
 Opened open(const Envelope& expected, Kind kind, std::span<const std::byte> message) {
@@ -84,7 +97,17 @@ Opened open(const Envelope& expected, Kind kind, std::span<const std::byte> mess
   expect_equal("bucket", word_at(kAtBucket), expected.bucket);
   expect_equal("kind", byte_at(kAtKind), static_cast<std::uint8_t>(kind));
   expect_equal("values encoding", byte_at(kAtValues), static_cast<std::uint8_t>(expected.values));
-  expect_equal("universe", word_at(kAtUniverse), expected.universe);
+  if (word_at(kAtContents) != contents_of(expected)) {
+    throw WireError(std::string("message: contents are not those expected: ") +
+                    expected.disagreement);
+  }
+  const float scale = loss_scale_of(message);
+  if (!(scale >= 0) || (scale != 0 && expected.loss_scale != 0 && scale != expected.loss_scale)) {
+    std::ostringstream text;
+    text << "message: loss scale is " << scale << ", expected " << expected.loss_scale
+         << ": give all ranks the same scaler";
+    throw WireError(text.str());
+  }
   const std::uint32_t count = word_at(kAtCount);
   expect(count <= expected.universe, "count", count, "at most ", expected.universe);
   const std::uint8_t vote = byte_at(kAtVote);

@@ -10,13 +10,13 @@
 //
 //   at  0  magic "TPR1"       at  8  run             at 28  count of values
 //   at  4  version            at 12  bucket          at 32  payload bytes, 64 bits
-//   at  5  kind               at 16  step, 64 bits   at 40  checksum of all else
-//   at  6  values encoding    at 24  universe        at 44  the payload
-//   at  7  vote
+//   at  5  kind               at 16  step, 64 bits   at 40  loss scale, a float
+//   at  6  values encoding    at 24  contents        at 44  checksum of all else
+//   at  7  vote                                      at 48  the payload
 
 namespace topreduce::wire {
 
-inline constexpr std::size_t kHeaderBytes = 44;
+inline constexpr std::size_t kHeaderBytes = 48;
 
 enum class Kind : std::uint8_t { entries = 1, stretch = 2 };
 

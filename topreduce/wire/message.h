@@ -33,6 +33,11 @@ struct Envelope {
   std::uint32_t bucket = 0;  ///< number of the exchange within the step
   Index universe = 0;        ///< entries that the exchange spans
   Values values = Values::fp32;
+  std::uint32_t contents = 0;  ///< fingerprint of the parameters, and of what ranks chose together
+  float loss_scale = 0;        ///< the same on all ranks; 0: not known to this one
+  /// What it means if a message has other contents.
+  const char* disagreement =
+      "the ranks hand over different parameters; all must add the same buckets in the same order";
 };
 
 /// A rank's say in the vote; it rides in every message. One no makes it no; else one ask, which
@@ -68,6 +73,9 @@ Vote unpack(const Envelope& expected, Pieces pieces, std::span<const std::byte> 
 /// Reads a message of `pack_stretch` with the same lengths, exactly values.size() in all.
 Vote unpack_stretch(const Envelope& expected, std::span<const std::size_t> lengths,
                     std::span<const std::byte> message, std::span<float> values);
+
+/// The loss scale in the header of a message, 0 if its sender does not know it.
+float loss_scale_of(std::span<const std::byte> message);
 
 /// The first of several messages that stand one after the other. Throws WireError if it is cut off.
 std::span<const std::byte> first_message(std::span<const std::byte> messages);

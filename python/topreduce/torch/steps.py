@@ -37,7 +37,7 @@ class _Step:
         self.error = error
         self.in_backward = True
         self.density = 1.0
-        self.loss_scale = 1.0
+        self.loss_scale = 0.0  # not known
         self.attendance = Attendance()
         self.last_handed_over = 0.0  # when backward began to wait
         self.buckets: list[_Bucket] = []
@@ -54,6 +54,7 @@ class _Bucket:
         self.parameters = bucket.parameters()
         self.is_first = bucket.index() == 0
         self.is_last = bucket.is_last()
+        self.most = torch.finfo(self.buffer.dtype).max  # what DDP's memory can hold of a mean
         self._float32 = self.buffer
 
     def gradient(self) -> NDArray[np.float32]:
@@ -125,7 +126,8 @@ class Steps:
             self._step = _Step(self.broken)
             self._step.in_backward = _raise_at_the_end_of_backward(self._step)
             try:
-                self._step.loss_scale = self.surroundings.loss_scale()
+                if self._step.in_backward:  # a rank that has joined does not hear of changes
+                    self._step.loss_scale = self.surroundings.loss_scale()
                 self.surroundings.warn()
             except Exception as error:  # a warning may be one
                 self._step.error = self.fail(error)
@@ -204,11 +206,11 @@ class Steps:
 
     def _add(self, numbers: list[int], bucket: _Bucket) -> None:
         if self._device is None or not self._reducer.on_device:
-            return self._reducer.add(numbers, bucket.gradient())
+            return self._reducer.add(numbers, bucket.gradient(), bucket.most)
         with bucket.queued():
             sizes = [each.numel() for each in bucket.parameters]
             self._device.hold(numbers, sizes, bucket.on_device())
-            self._reducer.add_on_device(numbers)
+            self._reducer.add_on_device(numbers, bucket.most)
 
     def _begin(self, number: int, loss_scale: float) -> None:
         self._reducer.abandon()  # a backward pass that the user's code cut short

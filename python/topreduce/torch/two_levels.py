@@ -1,10 +1,9 @@
 """A step of several ranks per machine.
 
-    each rank    gradient / loss scale
+    inside       the loss scale, for ranks that have joined and do not know it
     inside       sum over the ranks of the machine, in rank order, at its delegate     per bucket
     between      delegates: sum * machines / ranks, averaged by the method; they alone owe
     inside       the mean, and what the step cost, from the delegate to its machine    at the end
-    each rank    mean * loss scale
 
 A step is a transaction here too: a rank that fails closes its connections, which fails its
 delegate's next call, and so the other delegates' and their machines'. Nobody has committed by then.
@@ -23,6 +22,7 @@ from topreduce import CommError, Communicator, Layout, Reducer, WireError
 from topreduce.torch.machines import Floats, Levels
 
 _JOINED, _BY_PRESENT = 1, 2
+_ANY = float(np.finfo(np.float32).max)
 
 
 class Told:
@@ -68,7 +68,7 @@ class _OnTwoLevels(Reducer):
         self._bypassed = False
 
     def begin(self, comm: Communicator, loss_scale: float = 1.0) -> None:
-        self._scale = loss_scale
+        self._scale = self._agree_on(loss_scale)
         self._missing = self._parameters
         self._gradients.clear()
         self._attendance = self._note((), "present", "ranks")
@@ -97,8 +97,6 @@ class _OnTwoLevels(Reducer):
         self._gradients.append(gradient)
         self._missing -= len(parameters)
         with np.errstate(all="ignore"):  # what is not finite is for the vote
-            if self._scale != 1:
-                gradient /= np.float32(self._scale)
             inside.add_up(gradient)
         notes = None
         if self._missing == 0:
@@ -117,13 +115,22 @@ class _OnTwoLevels(Reducer):
         self._seconds += time.perf_counter() - started
 
     def _rescale(self, unit: float) -> None:
-        """Gradients times `unit` and this rank's own loss scale."""
-        factor = np.float32(self._scale * unit)
-        if factor != 1:
+        """Gradients times `unit`."""
+        if unit != 1:
             with np.errstate(all="ignore"):
                 for gradient in self._gradients:
-                    gradient *= factor
+                    gradient *= np.float32(unit)
         self._gradients.clear()
+
+    def _agree_on(self, loss_scale: float) -> float:
+        """That of the machine's ranks; 0 if none of them knows it."""
+        mine = np.array([loss_scale], np.float32)
+        heard, _ = self._levels.inside.all_gather(mine.view(np.uint8))
+        known = set(heard.copy().view(np.float32).tolist()) - {0.0}
+        if len(known) > 1:
+            scales = ", ".join(str(scale) for scale in sorted(known))
+            raise ValueError(f"loss scales differ inside a machine: {scales}; give all one scaler")
+        return known.pop() if known else 0.0
 
     def _told(self, stats: dict[str, Any]) -> Told:
         return Told({**stats, "seconds": {**stats["seconds"], "inside": self._seconds}})
@@ -142,16 +149,16 @@ class Delegate(_OnTwoLevels):
             raise self._lost
         super().begin(comm, loss_scale)
         self._unit = 1.0
-        Reducer.begin(self, self._between)
+        Reducer.begin(self, self._between, self._scale)
 
-    def add(self, parameters: Sequence[int], gradient: Floats) -> None:
+    def add(self, parameters: Sequence[int], gradient: Floats, most: float = _ANY) -> None:
         notes = self._collect(parameters, gradient)
         if notes is not None:
             self._attend_for_all(notes)
         divisor = np.float32(self._levels.size / self._levels.ledgers)
         if divisor != 1:
             gradient /= divisor
-        super().add(parameters, gradient)
+        super().add(parameters, gradient, most)
 
     def finish(self) -> Told:  # type: ignore[override]
         stats: dict[str, Any] = dict(super().finish().as_dict())
@@ -190,7 +197,7 @@ class Delegate(_OnTwoLevels):
 class Member(_OnTwoLevels):
     """Lends its delegate its gradients, and hears what became of them. It owes nothing."""
 
-    def add(self, parameters: Sequence[int], gradient: Floats) -> None:
+    def add(self, parameters: Sequence[int], gradient: Floats, most: float = _ANY) -> None:
         self._collect(parameters, gradient)
 
     def finish(self) -> Told:  # type: ignore[override]
