@@ -24,6 +24,8 @@ struct Segment {
   float most = std::numeric_limits<float>::max();
 
   std::size_t size() const { return count; }
+  /// Whether a mean may be too large for the caller; none comes near this (reducer.cpp).
+  bool narrow() const { return most < 0x1p125f; }
 };
 
 /// How a memory with momentum moves on by itself between two steps; for those who foresee the next.

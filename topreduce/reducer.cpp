@@ -107,7 +107,7 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   Communicator* comm = nullptr;
   comm::Traffic traffic_before;
   float loss_scale = 1;
-  bool narrow = false;  // some caller cannot use every float
+  bool knows_scale = true;
   Regime regime = Regime::compress;
   select::Budget budget;
   exchange::Courier courier;
@@ -148,8 +148,8 @@ void Reducer::Inside::begin(Communicator& communicator, float scale) {
   }
   comm = &communicator;
   traffic_before = comm->traffic();
-  loss_scale = scale > 0 ? scale : 1;
-  narrow = false;
+  knows_scale = scale > 0;
+  loss_scale = knows_scale ? scale : 1;
   const Regime last = std::exchange(regime, regime_of_step());
   if (regime != last) parcels.clear();  // a dense step's buffers are as large as the model
   budget = pipeline.budget_at(step);
@@ -158,7 +158,7 @@ void Reducer::Inside::begin(Communicator& communicator, float scale) {
   running.step = step;
   running.entries = layout.size();
   running.budget = budget.entries + pipeline.kept.size();
-  courier.begin(*comm, running, *pipeline.threads, scale);
+  courier.begin(*comm, running, *pipeline.threads);
   roll.begin(layout.count(), comm->size());
   std::ranges::fill(added, 0);
   missing = layout.count();
@@ -206,7 +206,6 @@ void Reducer::Inside::add(std::span<const std::size_t> parameters, std::span<flo
   if (!(most > 0)) {
     throw std::invalid_argument("add: most must be a positive number, not " + std::to_string(most));
   }
-  narrow = narrow || most < std::numeric_limits<float>::max();
   const std::size_t size = take_note(parameters);
   if (!on_device && size != gradient.size()) {
     throw std::invalid_argument("add: the gradient has " + std::to_string(gradient.size()) +
@@ -307,12 +306,15 @@ void Reducer::Inside::exchange(Parcel& parcel) {
   // Coarse values are for those who remember what rounding took.
   const feedback::Feedback& kept = memory(parcel);
   const bool remembers = kept.is_estimate() || kept.has_base();
-  const wire::Envelope envelope{.run = run,
-                                .step = step,
-                                .bucket = static_cast<std::uint32_t>(&parcel - parcels.data()),
-                                .universe = sight.size(),
-                                .values = remembers ? pipeline.values : pipeline.unremembered,
-                                .contents = parcel.contents()};
+  const wire::Envelope envelope{
+      .run = run,
+      .step = step,
+      .bucket = static_cast<std::uint32_t>(&parcel - parcels.data()),
+      .universe = sight.size(),
+      .values = remembers ? pipeline.values : pipeline.unremembered,
+      .contents = parcel.contents(),
+      // Ranks that decide on what is handed out must multiply by the same.
+      .loss_scale = parcel.narrow() && knows_scale ? loss_scale : 0};
   courier.open(envelope, sight, !sound ? Vote::no : roll.asks() ? Vote::ask : Vote::yes);
   (whole ? *dense : *pipeline.exchange)
       .run(sight, parcel.selected, budget, courier, parcel.delivery);
@@ -339,7 +341,7 @@ void Reducer::Inside::finish() {
     roll.hold({.run = run, .step = step, .bucket = static_cast<std::uint32_t>(open_parcels)},
               courier);
   }
-  if (courier.loss_scale() > 0) loss_scale = courier.loss_scale();
+  if (!knows_scale && courier.loss_scale() > 0) loss_scale = courier.loss_scale();
   {
     Stopwatch watch(running[Stage::commit]);
     running.finite = courier.vote() != Vote::no && fits_callers();
@@ -356,11 +358,10 @@ void Reducer::Inside::finish() {
 // Whether callers can use what they would be handed: sums, divisor and loss scale are the same on
 // all ranks, so their answers are.
 bool Reducer::Inside::fits_callers() {
-  if (!narrow) return true;
   for (const Parcel& parcel : std::span(parcels).first(open_parcels)) {
     const feedback::Feedback& kept = memory(parcel);
     for (const Segment& segment : parcel.segments) {
-      if (segment.most == std::numeric_limits<float>::max() || !roll.used(segment.number)) continue;
+      if (!segment.narrow() || !roll.used(segment.number)) continue;
       const float largest = kept.largest_mean(pending(parcel), segment, parcel.delivery,
                                               divisor_of(kept), unit_of(kept));
       if (!(largest <= segment.most)) return false;

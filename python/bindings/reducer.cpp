@@ -187,8 +187,8 @@ void bind_reducer(nb::module_& module) {
           "Compare version, model and settings over the ranks; ValueError on all if they differ.")
       .def("begin", &Owner::begin, "comm"_a, "loss_scale"_a = 1.0f,
            nb::sig("def begin(self, comm: Communicator, loss_scale: float = 1.0) -> None"),
-           "Open a step; gradients come, and leave, multiplied by `loss_scale`, which is the same\n"
-           "on all ranks, or 0 where it is not known.")
+           "Open a step; gradients come, and leave, multiplied by `loss_scale`; 0 where that is\n"
+           "not known.")
       .def("add", &Owner::add, "parameters"_a.none(), "gradient"_a.none(), "most"_a = kAnyFloat,
            nb::sig("def add(self, parameters: collections.abc.Sequence[int], gradient: "
                    "numpy.typing.NDArray[numpy.float32], most: float = 3.4028234663852886e+38) -> "

@@ -8,17 +8,17 @@
 
 namespace topreduce::exchange {
 
-void Courier::begin(Communicator& comm, StepStats& stats, Threads& threads, float loss_scale) {
+void Courier::begin(Communicator& comm, StepStats& stats, Threads& threads) {
   comm_ = &comm;
   stats_ = &stats;
   threads_ = &threads;
   vote_ = wire::Vote::yes;
-  loss_scale_ = loss_scale;
+  loss_scale_ = 0;
 }
 
 void Courier::open(const wire::Envelope& envelope, const Pending& pending, wire::Vote vote) {
   envelope_ = envelope;
-  envelope_.loss_scale = loss_scale_;
+  learn_loss_scale(envelope.loss_scale);
   parameters_.clear();
   for (const Segment& segment : pending.segments()) {
     parameters_.push_back({segment.start, segment.start + static_cast<Index>(segment.size())});
@@ -28,7 +28,7 @@ void Courier::open(const wire::Envelope& envelope, const Pending& pending, wire:
 
 void Courier::open(const wire::Envelope& envelope, wire::Vote vote) {
   envelope_ = envelope;
-  envelope_.loss_scale = loss_scale_;
+  learn_loss_scale(envelope.loss_scale);
   parameters_.assign(1, {0, envelope.universe});
   hear(vote);
 }
@@ -39,11 +39,10 @@ void Courier::hear(wire::Vote vote) {
   }
 }
 
-// From a message that was read: it is whole, or there is none.
-void Courier::learn_loss_scale(std::span<const std::byte> message) {
-  if (loss_scale_ != 0 || message.empty()) return;
-  loss_scale_ = wire::loss_scale_of(message);
-  envelope_.loss_scale = loss_scale_;
+// What a rank has learnt it hands on: not every rank hears from every other at first hand.
+void Courier::learn_loss_scale(float scale) {
+  if (loss_scale_ == 0) loss_scale_ = scale;
+  if (envelope_.loss_scale == 0) envelope_.loss_scale = scale;
 }
 
 void Courier::sort_by_owner(std::span<const Regions::Piece> regions) {
@@ -60,7 +59,7 @@ void Courier::read_all(Read&& read) {
     try {
       Stopwatch watch((*stats_)[Stage::unpack]);
       hear(read(r, inbox_.from(r)));
-      learn_loss_scale(inbox_.from(r));
+      if (!inbox_.from(r).empty()) learn_loss_scale(wire::loss_scale_of(inbox_.from(r)));
     } catch (const WireError& error) {
       throw WireError("rank " + std::to_string(rank()) + ", step " +
                       std::to_string(envelope_.step) + ", bucket " +

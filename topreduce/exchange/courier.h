@@ -18,9 +18,8 @@ namespace topreduce::exchange {
 /// entries that were rounded to zero may be gone.
 class Courier {
  public:
-  /// Starts a step. `loss_scale`: 0 if this rank does not know it; then it learns it from others.
-  void begin(Communicator& comm, StepStats& stats, Threads& threads = Threads::none(),
-             float loss_scale = 0);
+  /// Starts a step.
+  void begin(Communicator& comm, StepStats& stats, Threads& threads = Threads::none());
   /// Starts one exchange of it, over `pending`; from here on this rank votes `vote`.
   void open(const wire::Envelope& envelope, const Pending& pending, wire::Vote vote);
 
@@ -91,12 +90,12 @@ class Courier {
 
   /// What the votes of every rank heard from so far, and of this one, come to.
   wire::Vote vote() const { return vote_; }
-  /// That of this rank, or of those it heard from; 0 if none of them knows it.
+  /// Of messages so far, sent or heard; 0 if none told it.
   float loss_scale() const { return loss_scale_; }
 
  private:
   void hear(wire::Vote vote);
-  void learn_loss_scale(std::span<const std::byte> message);
+  void learn_loss_scale(float scale);
   void pack(wire::Pieces pieces, SparseVector& entries);  // appends to the outbox
   template <class Read>
   void read_all(Read&& read);  // read(rank, message) of every rank in the inbox, in rank order

@@ -34,7 +34,7 @@ struct Envelope {
   Index universe = 0;        ///< entries that the exchange spans
   Values values = Values::fp32;
   std::uint32_t contents = 0;  ///< fingerprint of the parameters, and of what ranks chose together
-  float loss_scale = 0;        ///< the same on all ranks; 0: not known to this one
+  float loss_scale = 0;        ///< where all ranks must have the same; 0: it is not known
   /// What it means if a message has other contents.
   const char* disagreement =
       "the ranks hand over different parameters; all must add the same buckets in the same order";

@@ -1,6 +1,6 @@
 """A step of several ranks per machine.
 
-    inside       the loss scale, for ranks that have joined and do not know it
+    inside       one loss scale for the machine; ranks that have joined do not know theirs
     inside       sum over the ranks of the machine, in rank order, at its delegate     per bucket
     between      delegates: sum * machines / ranks, averaged by the method; they alone owe
     inside       the mean, and what the step cost, from the delegate to its machine    at the end
@@ -43,7 +43,7 @@ class _OnTwoLevels(Reducer):
         self._levels = levels
         self._parameters = len(layout.names)
         self._bypassed = False
-        self._scale = 1.0
+        self._scale, self._own = 1.0, np.float32(1.0)
         self._missing = 0  # parameters that the open step still waits for
         self._gradients: list[Floats] = []
         self._attendance = self._note((), "present", "ranks")
@@ -69,6 +69,7 @@ class _OnTwoLevels(Reducer):
 
     def begin(self, comm: Communicator, loss_scale: float = 1.0) -> None:
         self._scale = self._agree_on(loss_scale)
+        self._own = np.float32(loss_scale / self._scale if loss_scale else 1.0)
         self._missing = self._parameters
         self._gradients.clear()
         self._attendance = self._note((), "present", "ranks")
@@ -97,6 +98,8 @@ class _OnTwoLevels(Reducer):
         self._gradients.append(gradient)
         self._missing -= len(parameters)
         with np.errstate(all="ignore"):  # what is not finite is for the vote
+            if self._own != 1:
+                gradient /= self._own
             inside.add_up(gradient)
         notes = None
         if self._missing == 0:
@@ -115,22 +118,19 @@ class _OnTwoLevels(Reducer):
         self._seconds += time.perf_counter() - started
 
     def _rescale(self, unit: float) -> None:
-        """Gradients times `unit`."""
-        if unit != 1:
+        """Gradients times `unit`, from the machine's loss scale to this rank's own."""
+        factor = np.float32(unit) * self._own
+        if factor != 1:
             with np.errstate(all="ignore"):
                 for gradient in self._gradients:
-                    gradient *= np.float32(unit)
+                    gradient *= factor
         self._gradients.clear()
 
     def _agree_on(self, loss_scale: float) -> float:
-        """That of the machine's ranks; 0 if none of them knows it."""
+        """The largest of the machine's ranks; 0 if none of them knows it."""
         mine = np.array([loss_scale], np.float32)
         heard, _ = self._levels.inside.all_gather(mine.view(np.uint8))
-        known = set(heard.copy().view(np.float32).tolist()) - {0.0}
-        if len(known) > 1:
-            scales = ", ".join(str(scale) for scale in sorted(known))
-            raise ValueError(f"loss scales differ inside a machine: {scales}; give all one scaler")
-        return known.pop() if known else 0.0
+        return float(heard.copy().view(np.float32).max())
 
     def _told(self, stats: dict[str, Any]) -> Told:
         return Told({**stats, "seconds": {**stats["seconds"], "inside": self._seconds}})
