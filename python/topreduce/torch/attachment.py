@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from topreduce import Layout, Reducer
 from topreduce.torch.device import GradientDevice, device_of
+from topreduce.torch.eligibility import REMEDY, check_model, check_parameter, check_type
 from topreduce.torch.machines import Levels
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.steps import Steps
@@ -27,7 +28,6 @@ WARMUP_STEPS = 10
 RAMP_STEPS = 100
 
 _TIMEOUT = timedelta(minutes=5)
-_REMEDY = "wrap the model in a new DistributedDataParallel and attach to that"
 
 
 class _Dispatcher:
@@ -92,7 +92,7 @@ def attach(
     each machine first, and one rank of each exchanges, and owes. `timeout`: how long to wait for a
     silent peer.
     """
-    _check_type(ddp)
+    check_type(ddp)
     dispatcher = _dispatchers.get(ddp)
     if dispatcher is not None and dispatcher.steps is not None:
         raise ValueError("this model is attached already: detach() its handle first")
@@ -182,10 +182,11 @@ def _prepare(
         raise ValueError(f"timeout must be a positive timedelta, not {timeout!r}")
     if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
         raise ValueError(f"scaler must be a GradScaler, not {type(scaler).__name__}")
+    check_model(ddp)
     if ddp not in _dispatchers:
         hook = ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
         if hook:
-            raise ValueError(f"DDP takes one hook and already has {hook}: {_REMEDY}")
+            raise ValueError(f"DDP takes one hook and already has {hook}: {REMEDY}")
     parameters = _parameters(ddp)
     layout = Layout([(name, _stored_shape(each)) for name, each in parameters.items()])
     settings = {name: value for name, value in given.items() if value is not None}
@@ -199,9 +200,6 @@ def _prepare(
 
 def _parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """Those that DDP reduces, in registration order."""
-    for name, module in ddp.module.named_modules():
-        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
-            raise ValueError(f"{name} has sparse gradients; build it with sparse=False")
     buckets = ddp.reducer._get_zeros_like_grad_buckets()
     reduced = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
     parameters = {}
@@ -210,13 +208,10 @@ def _parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
             parameters[_plain(name)] = parameter
         elif parameter.requires_grad and name not in ddp.parameters_to_ignore:
             raise ValueError(
-                f"{name} was frozen when DDP wrapped it, and never gets a mean: {_REMEDY}"
+                f"{name} was frozen when DDP wrapped it, and never gets a mean: {REMEDY}"
             )
     for name, parameter in parameters.items():
-        if parameter.is_complex():
-            raise ValueError(f"{name} is complex; only real parameters can be compressed")
-        if parameter.is_meta:
-            raise ValueError(f"{name} is on the meta device: give it memory, then wrap the model")
+        check_parameter(name, parameter)
     return parameters
 
 
@@ -243,33 +238,3 @@ def _stored_shape(parameter: torch.Tensor) -> list[int]:
 
 def _is_valid(timeout: object) -> bool:
     return isinstance(timeout, timedelta) and timeout > timedelta(0)
-
-
-def _check_type(ddp: object) -> None:
-    if isinstance(ddp, DistributedDataParallel):
-        return
-    kinds = {each.__name__ for each in type(ddp).__mro__}
-    inner = next(
-        (
-            name
-            for name in ("module", "_orig_mod", "_forward_module")
-            if isinstance(getattr(ddp, name, None), DistributedDataParallel)
-        ),
-        None,
-    )
-    if inner is not None:
-        advice = f"attach to the DistributedDataParallel inside it: attach(model.{inner}, ...)"
-    elif kinds & {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}:
-        advice = "it shards its gradients, which is not supported; use DistributedDataParallel"
-    elif isinstance(ddp, torch.nn.Module) and any(each.is_meta for each in ddp.parameters()):
-        advice = (
-            "it is on the meta device; give it memory (to_empty) and values, then wrap it: "
-            "attach(DistributedDataParallel(model), ...)"
-        )
-    elif isinstance(ddp, torch.nn.Module):
-        advice = "wrap it first: attach(DistributedDataParallel(model), ...)"
-    else:
-        advice = "pass the model that DistributedDataParallel returned"
-    raise TypeError(
-        f"attach needs a DistributedDataParallel model, not {type(ddp).__name__}: {advice}"
-    )

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-_REMEDY = "wrap the model in a new DistributedDataParallel and attach to that"
+from topreduce.torch.eligibility import REMEDY
 
 
 class Scaler(Protocol):
@@ -83,7 +83,7 @@ class Surroundings:
         if thawed:
             warnings.warn(
                 f"{', '.join(thawed)} was frozen when DDP wrapped the model and is not now: DDP "
-                f"never averages it, so the ranks drift apart; {_REMEDY}",
+                f"never averages it, so the ranks drift apart; {REMEDY}",
                 RuntimeWarning,
                 stacklevel=2,
             )
