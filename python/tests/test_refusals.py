@@ -1,7 +1,13 @@
 """Models that attach() refuses, on all ranks or on one of them: all ranks are told at once."""
 
+import re
+import time
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from models import Dictated, small_integers
 from models import attach_at_once as attach
 from processes import Rank, group
 from torch import nn
@@ -100,3 +106,60 @@ def other_ways(rank: Rank) -> None:
 
 def test_ways_of_ddp_that_have_no_place_for_a_hook() -> None:
     group(2).run(other_ways)
+
+
+# ---- a refusal on one rank ---------------------------------------------------------------------
+
+
+def refuse_alone(rank: Rank) -> None:
+    """Rank 1 alone makes a mistake before it is connected; the others hear of it, and why."""
+    ddp = DistributedDataParallel(Dictated())
+    attached = DistributedDataParallel(Dictated())
+    sync = attach(attached)
+    if rank.rank != 1:
+        sync.detach()
+    odd = type("Odd\x1b[31m", (nn.Module,), {})()
+    wrong: list[tuple[Any, dict[str, Any], str, str]] = [
+        (nn.Linear(2, 2), {}, "TypeError", r"not Linear: wrap it first"),
+        (attached, {}, "ValueError", r"attached already: detach\(\) its handle first"),
+        (odd, {}, "TypeError", r"not Odd(\x1b|\\x1b)\[31m: wrap"),
+        (ddp, {"method": None}, "TypeError", "expected string"),
+    ]
+    for model, arguments, kind, message in wrong:
+        started = time.monotonic()
+        with pytest.raises(
+            TypeError if kind == "TypeError" and rank.rank == 1 else ValueError
+        ) as e:
+            attach(model, **arguments) if rank.rank == 1 else attach(ddp)
+        assert time.monotonic() - started < QUICK
+        text = str(e.value)
+        assert re.search(message, text), text
+        if rank.rank != 1:
+            assert text.startswith(f"nothing was attached, on no rank: rank 1: {kind}: ")
+            assert text.isprintable()
+    sync.detach()
+    dist.barrier()
+
+    # All are still in step, also if all make the same mistake.
+    with pytest.raises(TypeError, match="wrap it first"):
+        attach(ddp.module)
+    sync = attach(ddp, density=0.1)
+    ddp(small_integers(ddp.module, rank.rank, 0)).backward()
+    assert sync.stats()["step"] == 0
+
+
+def refuse_alone_in_a_part_of_the_world(rank: Rank) -> None:
+    pair = dist.new_group([0, 2])
+    if rank.rank == 1:
+        return
+    ddp = DistributedDataParallel(Dictated(), process_group=pair)
+    sync = attach(ddp)
+    if rank.rank == 0:
+        sync.detach()
+    with pytest.raises(ValueError, match="attached already"):
+        attach(ddp)
+
+
+def test_a_refusal_on_one_rank_is_heard_by_all() -> None:
+    group(3).run(refuse_alone)
+    group(3).run(refuse_alone_in_a_part_of_the_world)

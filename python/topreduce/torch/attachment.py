@@ -15,8 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from topreduce import Layout, Reducer
 from topreduce.torch.device import GradientDevice, device_of
-from topreduce.torch.eligibility import REMEDY, check_model, check_parameter, check_type
+from topreduce.torch.eligibility import (
+    REMEDY,
+    check_gloo,
+    check_model,
+    check_parameter,
+    check_type,
+)
 from topreduce.torch.machines import Levels
+from topreduce.torch.meeting import refuse
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.steps import Steps
 from topreduce.torch.surroundings import Scaler, Surroundings
@@ -92,22 +99,27 @@ def attach(
     each machine first, and one rank of each exchanges, and owes. `timeout`: how long to wait for a
     silent peer.
     """
-    check_type(ddp)
-    dispatcher = _dispatchers.get(ddp)
-    if dispatcher is not None and dispatcher.steps is not None:
-        raise ValueError("this model is attached already: detach() its handle first")
-    given = {
-        "density": density,
-        "granularity": granularity,
-        "values": values,
-        "feedback": feedback,
-        "select": select,
-        "keep_dense": as_setting(keep_dense) or None,
-        "warmup_steps": _or_default(warmup_steps, "warmup_steps", method, WARMUP_STEPS),
-        "ramp_steps": _or_default(ramp_steps, "ramp_steps", method, RAMP_STEPS),
-        "seed": seed,
-        **settings,
-    }
+    try:
+        check_type(ddp)
+        check_gloo()
+        dispatcher = _dispatchers.get(ddp)
+        if dispatcher is not None and dispatcher.steps is not None:
+            raise ValueError("this model is attached already: detach() its handle first")
+        given = {
+            "density": density,
+            "granularity": granularity,
+            "values": values,
+            "feedback": feedback,
+            "select": select,
+            "keep_dense": as_setting(keep_dense) or None,
+            "warmup_steps": _or_default(warmup_steps, "warmup_steps", method, WARMUP_STEPS),
+            "ramp_steps": _or_default(ramp_steps, "ramp_steps", method, RAMP_STEPS),
+            "seed": seed,
+            **settings,
+        }
+    except Exception as error:
+        refuse(ddp, error)
+        raise
     patience = timeout if _is_valid(timeout) else _TIMEOUT
     comm = (
         GroupCommunicator(ddp.process_group, patience)

@@ -9,31 +9,26 @@ places of their program find out instead of dying:
 All ranks see all lengths, so all know whether there is a second round.
 """
 
-import re
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.distributed_c10d import _get_default_store
 
 from topreduce import CommError, Communicator, WireError
+from topreduce.torch.meeting import attempt, legible, meet, with_patience
 
 Bytes = NDArray[np.uint8]
-T = TypeVar("T")
 
 _MAGIC = 0x746F7072656475  # "topredu"
 _HEADING = 4 * 8  # bytes, as int64: magic, number of the call, bytes to you, most bytes to anyone
 _ROOM = 1 << 20  # bytes; a second round takes little beside what is longer
 _SMALL_BUFFER = 1 << 16
 _WORD = b"word:"
-_STORE_PATIENCE = 2.0  # seconds; the machine that holds the store may be the one that died
 
 
 @dataclass(frozen=True)
@@ -57,11 +52,6 @@ class GroupCommunicator(Communicator):
 
     def __init__(self, group: dist.ProcessGroup | Circle, timeout: timedelta) -> None:
         super().__init__(group.rank(), group.size())
-        if not dist.is_gloo_available():
-            raise ValueError(
-                "this PyTorch was built without Gloo, over which bytes travel whatever the backend "
-                "of your process group is: install a build that has it"
-            )
         self._calls = 0
         self._step = 0
         self._calls_before_step = 0
@@ -75,10 +65,10 @@ class GroupCommunicator(Communicator):
         self._buffers: dict[str, torch.Tensor] = {}
         self._used: dict[str, int] = {}  # bytes of each buffer, at most, since the last `trim`
         self._headings = [np.empty(_HEADING, np.uint8) for _ in range(self.size)]
-        self._store = _meet(group, timeout)
+        self._store = meet(group, timeout)
         self._gloo: Any = None
         if self.size > 1:
-            self._gloo, failure = _attempt(
+            self._gloo, failure = attempt(
                 lambda: dist.ProcessGroupGloo(self._store, self.rank, self.size, timeout=timeout)
             )
             if failure:
@@ -132,7 +122,7 @@ class GroupCommunicator(Communicator):
     def close(self, word: str = "") -> None:
         """Leaves. Peers that wait for us fail at once, and find `word` as the reason."""
         if word and not self._told:
-            _with_patience(lambda: self._store.set(f"word/{self.rank}", word))
+            with_patience(lambda: self._store.set(f"word/{self.rank}", word))
         self._gloo = None  # the last reference: this closes the connections
 
     def _exchange(
@@ -189,7 +179,7 @@ class GroupCommunicator(Communicator):
     def _round(self, action: Callable[[], object]) -> None:
         if self._gloo is None:
             raise CommError(f"{self._where()}: the group is closed")
-        _, failure = _attempt(action)
+        _, failure = attempt(action)
         if failure:
             words = self._words()
             self._told = bool(words)  # someone else is the cause: leave the word to them
@@ -202,12 +192,12 @@ class GroupCommunicator(Communicator):
         def read() -> list[str]:
             keys = {peer: f"word/{peer}" for peer in range(self.size) if peer != self.rank}
             return [
-                f"rank {self._names[peer]} gave up: {self._store.get(key).decode(errors='replace')}"
+                f"rank {self._names[peer]} gave up: {legible(self._store.get(key))}"
                 for peer, key in keys.items()
                 if self._store.check([key])
             ]
 
-        return _with_patience(read) or []
+        return with_patience(read) or []
 
     def _where(self) -> str:
         return f"{self.title}, step {self._step}, exchange {self.calls_in_step}"
@@ -226,45 +216,4 @@ class GroupCommunicator(Communicator):
 def _read(word: bytes) -> str:
     if not word.startswith(_WORD):
         return "in the middle of a step"
-    return word.removeprefix(_WORD).decode(errors="replace")
-
-
-def _meet(group: dist.ProcessGroup | Circle, timeout: timedelta) -> Store:
-    """A place of their own for the ranks of `group`, once all of them have come.
-
-    Not dist.new_group: that wants the whole world, or names groups by their ranks, so that the
-    second one with the same ranks finds the addresses of the first.
-    """
-    rank, ranks = group.rank(), group.size()
-    store = PrefixStore(f"topreduce/{group.group_name}", _get_default_store())
-    meetings = f"meetings of rank {rank}"
-    place = PrefixStore(f"meeting {store.add(meetings, 0)}", store)
-    if place.add("here", 1) == ranks:
-        place.set("all here", "")
-    _, failure = _attempt(lambda: place.wait(["all here"], timeout))
-    if failure and place.add("here", -1) < ranks - 1:  # else the last one came just now
-        raise CommError(
-            f"rank {rank} of {ranks}: not all ranks of the model's process group called attach() "
-            f"within {timeout}"
-        )
-    store.add(meetings, 1)
-    return place
-
-
-def _attempt(action: Callable[[], T]) -> tuple[T | None, str]:
-    """The result, or what went wrong in words: an exception would keep the group alive."""
-    try:
-        return action(), ""
-    except RuntimeError as error:
-        # Gloo puts a file name before and advice after what happened.
-        words = re.sub(r"^\[\S*\] | This is typically.*", "", str(error), flags=re.DOTALL)
-        return None, words or type(error).__name__
-
-
-def _with_patience(action: Callable[[], T]) -> T | None:
-    """The result, or None if it failed or takes too long: the store may have died as well."""
-    results: list[T | None] = []
-    thread = threading.Thread(target=lambda: results.append(_attempt(action)[0]), daemon=True)
-    thread.start()
-    thread.join(_STORE_PATIENCE)
-    return results[0] if results else None
+    return legible(word.removeprefix(_WORD))
