@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from topreduce.torch import CommError, WireError
+from topreduce.torch import CommError
 
 MODEL = {"granularity": "model", "density": 0.05}
 BUCKET = {"granularity": "bucket", "density": 0.05}
@@ -148,27 +148,6 @@ def test_a_mistake_before_anything_was_sent_leaves_the_handle_usable(
     settings: dict[str, Any],
 ) -> None:
     group(2).run(make_a_mistake, settings)
-
-
-def disagree_on_the_order(rank: Rank) -> None:
-    run = Run(rank)
-    sync = attach(run.ddp, **MODEL)
-    run.train(range(2))
-    started = time.monotonic()
-    if rank.rank == 0:
-        with pytest.raises(ValueError, match="rank 1: in the middle of a step"):
-            sync.configure(density=0.5)
-        assert sync.stats()["density"] == 0.05
-        with pytest.raises(CommError, match="rank 1 gave up: WireError"):
-            run.backward(2)
-    else:
-        with pytest.raises(WireError):
-            run.backward(2)
-    assert time.monotonic() - started < QUICK
-
-
-def test_ranks_at_different_places_of_the_program() -> None:
-    group(2).run(disagree_on_the_order)
 
 
 # ---- attach() that is refused ------------------------------------------------------------------
@@ -414,7 +393,7 @@ def load_different_steps(rank: Rank) -> None:
     debt = owed(sync)
     sync.load_state_dict(states[1 + rank.rank])
     loaded = owed(sync)
-    with pytest.raises(ValueError, match=r"rank 0: step 1\n.*rank 1: step 2"):
+    with pytest.raises(ValueError, match=r"of different steps.*rank 0: step 1,.*rank 1: step 2,"):
         run.backward(3)
     assert torch.equal(owed(sync), loaded)
     sync.load_state_dict(states[2])

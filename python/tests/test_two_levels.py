@@ -397,7 +397,7 @@ def drop_a_step(rank: Rank) -> str:
 
 def test_a_rank_that_drops_a_step_is_found_out() -> None:
     messages = group(4).run(drop_a_step)
-    assert "inside machine 0" in messages[0] and "calls ahead" in messages[0]
+    assert "inside machine 0" in messages[0] and "different places" in messages[0]
     assert "gave up: WireError" in messages[2]
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from topreduce import WireError
+from topreduce.torch.heading import Doing
 from topreduce.torch.process_group import Circle, GroupCommunicator
 
 Floats = NDArray[np.float32]
@@ -87,15 +88,27 @@ class Levels(GroupCommunicator):
             self.close(f"attach: {error}")
             raise
         self.title += f", machine {self.ledger} of {self.ledgers}"
+        self.all_hear = False  # steps are made in parts
 
     @property
     def calls_in_step(self) -> int:
         return sum(part.calls_in_step for part in self._parts)
 
+    def concur(self, word: str) -> None:
+        """By way of both levels, where ranks that are in a step wait: so they are noticed."""
+        for part in (*self._parts, *self._parts[:1]):
+            part.all_gather(_NOTHING)
+        super().concur(word)
+
     def start_step(self, step: int) -> None:
         for part in self._parts:
             part.start_step(step)
         super().start_step(step)
+
+    def announce(self, doing: Doing, step: int) -> None:
+        for part in self._parts:
+            part.announce(doing, step)
+        super().announce(doing, step)
 
     def trim(self) -> None:
         for part in self._parts:

@@ -4,9 +4,9 @@ Every call begins with a round that has room for any message but a long one. Glo
 less than its peer has room for, and ends the process if it is more; so ranks that are at different
 places of their program find out instead of dying:
 
-    [ heading: lengths | the message, unless it is long ]   ->   [ the messages, if one is long ]
+    [ heading | the message, unless it is long ]   ->   [ the messages, if one is long ]
 
-All ranks see all lengths, so all know whether there is a second round.
+All ranks see all headings (heading.py): all know whether there is a second round.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,18 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from topreduce import CommError, Communicator, WireError
+from topreduce.torch.heading import SIZE, Bytes, Doing, Heading, Place, differences
 from topreduce.torch.meeting import attempt, legible, meet, with_patience
 
-Bytes = NDArray[np.uint8]
-
-_MAGIC = 0x746F7072656475  # "topredu"
-_HEADING = 4 * 8  # bytes, as int64: magic, number of the call, bytes to you, most bytes to anyone
 _ROOM = 1 << 20  # bytes; a second round takes little beside what is longer
 _SMALL_BUFFER = 1 << 16
-_WORD = b"word:"
 
 
 @dataclass(frozen=True)
@@ -53,6 +48,7 @@ class GroupCommunicator(Communicator):
     def __init__(self, group: dist.ProcessGroup | Circle, timeout: timedelta) -> None:
         super().__init__(group.rank(), group.size())
         self._calls = 0
+        self._doing = Doing.ATTACH
         self._step = 0
         self._calls_before_step = 0
         self._told = False
@@ -60,11 +56,13 @@ class GroupCommunicator(Communicator):
         self.title = (
             group.title if isinstance(group, Circle) else f"rank {self.rank} of {self.size}"
         )
+        # Whether an error that all ranks of a call notice reaches all ranks of the model.
+        self.all_hear = not isinstance(group, Circle)
         # What is owed is kept by every rank: this one keeps book `ledger` of `ledgers`.
         self.ledger, self.ledgers = self.rank, self.size
         self._buffers: dict[str, torch.Tensor] = {}
         self._used: dict[str, int] = {}  # bytes of each buffer, at most, since the last `trim`
-        self._headings = [np.empty(_HEADING, np.uint8) for _ in range(self.size)]
+        self._headings = [np.empty(SIZE, np.uint8) for _ in range(self.size)]
         self._store = meet(group, timeout)
         self._gloo: Any = None
         if self.size > 1:
@@ -75,12 +73,17 @@ class GroupCommunicator(Communicator):
                 raise CommError(f"{self.title}: no connection: {failure}")
 
     def start_step(self, step: int) -> None:
-        """From here on errors name this step, and `calls_in_step` counts."""
-        self._step = step
+        """From here on messages and errors name this step, and `calls_in_step` counts."""
+        self.announce(Doing.STEP, step)
+
+    def announce(self, doing: Doing, step: int) -> None:
+        """What peers are told with the messages that follow."""
+        self._doing, self._step = doing, step
         self._calls_before_step = self._calls
 
     @property
     def calls_in_step(self) -> int:
+        """Since the last announcement, or since all ranks dropped what they were about."""
         return self._calls - self._calls_before_step
 
     def trim(self) -> None:
@@ -109,8 +112,8 @@ class GroupCommunicator(Communicator):
 
     def ask(self, word: str) -> list[str]:
         """The words with which the ranks came, in rank order."""
-        received, counts = self.all_gather(np.frombuffer(_WORD + word.encode(), np.uint8))
-        return [_read(part.tobytes()) for part in np.split(received, np.cumsum(counts)[:-1])]
+        received, counts = self.all_gather(np.frombuffer(word.encode(), np.uint8))
+        return [legible(part.tobytes()) for part in np.split(received, np.cumsum(counts)[:-1])]
 
     def hand_out(self, message: Bytes) -> None:
         """Replaces `message` by that of rank 0. All know its length, from a call before."""
@@ -134,42 +137,44 @@ class GroupCommunicator(Communicator):
         self._calls += 1
         counts = [part.size for part in parts]
         short = [part if part.size <= _ROOM else part[:0] for part in parts]
+        exchange = self._calls - self._calls_before_step if self._doing == Doing.STEP else 0
+        place = Place(self._doing, self._step, exchange)
         for piece, count in zip(self._headings, counts, strict=True):
-            piece.view(np.int64)[:] = (_MAGIC, self._calls, count, max(counts))
+            Heading(self._calls, place, count, max(counts)).write(piece)
         pieces = [piece for pair in zip(self._headings, short, strict=True) for piece in pair]
-        lengths = [_HEADING + part.size for part in short]
+        lengths = [SIZE + part.size for part in short]
         first = self._buffer("first out", sum(lengths))
         np.concatenate(pieces, out=first)
-        room = [_HEADING + _ROOM] * self.size
+        room = [SIZE + _ROOM] * self.size
         room[self.rank] = lengths[self.rank]  # Gloo wants the same of what stays here
         first_in = self._buffer("first in", sum(room))
         self._transfer(first, first_in, lengths, room)
         rows = np.split(first_in, np.cumsum(room)[:-1])
-        incoming, largest = self._lengths([row[:_HEADING].view(np.int64) for row in rows])
+        incoming, largest = self._lengths([Heading.read(row[:SIZE]) for row in rows])
 
         received = self._buffer("received", sum(incoming))
         if largest > _ROOM:
             self._transfer(in_one_piece(), received, counts, incoming)
         else:
-            messages = [row[_HEADING:][:n] for row, n in zip(rows, incoming, strict=True)]
+            messages = [row[SIZE:][:n] for row, n in zip(rows, incoming, strict=True)]
             np.concatenate(messages, out=received)
         return received, incoming
 
-    def _lengths(self, headings: list[NDArray[np.int64]]) -> tuple[list[int], int]:
-        """Bytes from each rank, and the most between any two ranks. Trusts no peer."""
-        incoming, largest = [], 0
-        for peer, (magic, call, count, most) in enumerate(map(np.ndarray.tolist, headings)):
-            name = f"rank {self._names[peer]}"
-            if magic != _MAGIC or not 0 <= count <= most < 1 << 48:
-                raise WireError(f"{self._where()}: a damaged or foreign message from {name}")
-            if call != self._calls:
-                raise WireError(
-                    f"{self._where()}: {name} is {call - self._calls} calls ahead; attach, "
-                    "configure, bypass, resume and backward must come in one order on all ranks"
-                )
-            incoming.append(count)
-            largest = max(largest, most)
-        return incoming, largest
+    def _lengths(self, headings: list[Heading | None]) -> tuple[list[int], int]:
+        """Bytes from each rank, and the most between any two ranks."""
+        heard: list[Heading] = []
+        for name, heading in zip(self._names, headings, strict=True):
+            if heading is None:
+                raise WireError(f"{self._where()}: a damaged or foreign message from rank {name}")
+            heard.append(heading)
+        where, error = self._where(), differences([each.place for each in heard], self._names)
+        ahead = [heading.call - self._calls for heading in heard]
+        if error and self.all_hear and not any(ahead):
+            self._calls_before_step = self._calls  # all of them drop what they were about
+            raise ValueError(f"{where}: {error}")
+        if error or any(ahead):
+            raise WireError(f"{where}: {error or f'ranks are out of step, by {ahead} calls'}")
+        return [heading.length for heading in heard], max(heading.longest for heading in heard)
 
     def _transfer(self, send: Bytes, out: Bytes, counts: list[int], out_counts: list[int]) -> None:
         """One round: counts[r] bytes to rank r, at most out_counts[r] from it."""
@@ -211,9 +216,3 @@ class GroupCommunicator(Communicator):
                 size + size // 8, dtype=torch.uint8, device="cpu"
             )
         return buffer[:size].numpy()
-
-
-def _read(word: bytes) -> str:
-    if not word.startswith(_WORD):
-        return "in the middle of a step"
-    return legible(word.removeprefix(_WORD))
