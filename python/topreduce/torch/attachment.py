@@ -25,8 +25,9 @@ from topreduce.torch.eligibility import (
 from topreduce.torch.machines import Levels
 from topreduce.torch.meeting import refuse
 from topreduce.torch.process_group import GroupCommunicator
+from topreduce.torch.scaling import Scaler
 from topreduce.torch.steps import Steps
-from topreduce.torch.surroundings import Scaler, Surroundings
+from topreduce.torch.surroundings import Surroundings
 from topreduce.torch.sync import Sync, as_setting
 from topreduce.torch.two_levels import on_two_levels
 
@@ -35,6 +36,7 @@ WARMUP_STEPS = 10
 RAMP_STEPS = 100
 
 _TIMEOUT = timedelta(minutes=5)
+_SCALERS = " (all ranks must give one, GradScaler(enabled=False) where the loss is not scaled)"
 
 
 class _Dispatcher:
@@ -172,7 +174,9 @@ def _prepare_together(
     except Exception as error:
         refusal = error
     try:
-        comm.concur("ready" if refusal is None else f"{type(refusal).__name__}: {refusal}")
+        scaled = "" if scaler is None else f", scaler given{_SCALERS}"
+        ready = f"ready{scaled}"
+        comm.concur(ready if refusal is None else f"{type(refusal).__name__}: {refusal}")
     except ValueError:
         if refusal is None:
             raise
