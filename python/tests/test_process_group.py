@@ -47,7 +47,8 @@ def send_everything(rank: Rank) -> None:
         assert counts == own.tolist()
         expected = [message(sender, 0, n) for sender, n in enumerate(own)]
         assert np.array_equal(received, np.concatenate(expected))
-    comm.concur("the same \u00e9")
+    comm.concur("the same \u00e9\t\udc80")
+    assert comm.ask("\x1b[2J\udc80") == [r"\x1b[2J\udc80"] * rank.ranks
     with pytest.raises(ValueError, match=r"rank 0: short; rank 1: (long){1000}"):
         comm.concur("long" * 1000 if rank.rank else "short")
 

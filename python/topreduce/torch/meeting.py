@@ -73,7 +73,7 @@ def refuse(model: object, error: Exception) -> None:
     def tell() -> None:
         store, place = _next_place(known)
         rank = known.rank()
-        place.set("outcome", f"rank {rank}: {type(error).__name__}: {error}")
+        place.set("outcome", sendable(f"rank {rank}: {type(error).__name__}: {error}"))
         store.add(_meetings(rank), 1)
 
     with_patience(tell)
@@ -86,6 +86,11 @@ def legible(words: bytes) -> str:
         each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
         for each in text
     )
+
+
+def sendable(words: str) -> str:
+    """Also if they hold what no encoding has, such as half of a pair from a file name."""
+    return words.encode(errors="backslashreplace").decode()
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, str]:

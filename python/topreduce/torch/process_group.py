@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from topreduce import CommError, Communicator, WireError
 from topreduce.torch.heading import SIZE, Bytes, Doing, Heading, Place, differences
-from topreduce.torch.meeting import attempt, legible, meet, with_patience
+from topreduce.torch.meeting import attempt, legible, meet, sendable, with_patience
 
 _ROOM = 1 << 20  # bytes; a second round takes little beside what is longer
 _SMALL_BUFFER = 1 << 16
@@ -106,13 +106,13 @@ class GroupCommunicator(Communicator):
     def concur(self, word: str) -> None:
         """Returns if all ranks came with the same word; otherwise ValueError, on all of them."""
         words = self.ask(word)
-        if any(other != word for other in words):
+        if len(set(words)) > 1:
             by_rank = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(words))
             raise ValueError(f"the ranks differ, so nothing was changed: {by_rank}")
 
     def ask(self, word: str) -> list[str]:
         """The words with which the ranks came, in rank order."""
-        received, counts = self.all_gather(np.frombuffer(word.encode(), np.uint8))
+        received, counts = self.all_gather(np.frombuffer(sendable(word).encode(), np.uint8))
         return [legible(part.tobytes()) for part in np.split(received, np.cumsum(counts)[:-1])]
 
     def hand_out(self, message: Bytes) -> None:
@@ -125,7 +125,7 @@ class GroupCommunicator(Communicator):
     def close(self, word: str = "") -> None:
         """Leaves. Peers that wait for us fail at once, and find `word` as the reason."""
         if word and not self._told:
-            with_patience(lambda: self._store.set(f"word/{self.rank}", word))
+            with_patience(lambda: self._store.set(f"word/{self.rank}", sendable(word)))
         self._gloo = None  # the last reference: this closes the connections
 
     def _exchange(
