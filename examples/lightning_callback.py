@@ -33,8 +33,7 @@ class Topreduce(lightning.Callback):
         model = trainer.strategy.model
         if not isinstance(model, DistributedDataParallel):
             raise ValueError(f"Topreduce needs Trainer(strategy='ddp'), not {trainer.strategy}")
-        scaler = getattr(trainer.precision_plugin, "scaler", None)  # of precision="16-mixed"
-        self.sync = topreduce.torch.attach(model, self.method, scaler=scaler, **self.settings)
+        self.sync = topreduce.torch.attach(model, self.method, **self.settings)
         if self.resumed is not None:
             self.sync.load_state_dict(self.resumed)
 
