@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_store
 
 from topreduce import CommError, Communicator, WireError
+from topreduce.torch.roll_call import RollCall, explain
 
 Bytes = NDArray[np.uint8]
 T = TypeVar("T")
@@ -34,6 +36,7 @@ _ROOM = 1 << 20  # bytes; a second round takes little beside what is longer
 _SMALL_BUFFER = 1 << 16
 _WORD = b"word:"
 _STORE_PATIENCE = 2.0  # seconds; the machine that holds the store may be the one that died
+_TIMED_OUT = "Timed out"  # in Gloo's words
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class GroupCommunicator(Communicator):
         self._used: dict[str, int] = {}  # bytes of each buffer, at most, since the last `trim`
         self._headings = [np.empty(_HEADING, np.uint8) for _ in range(self.size)]
         self._store = _meet(group, timeout)
+        self._waiting = RollCall(self._store, self.rank, self._names, timeout, "waited")
         self._gloo: Any = None
         if self.size > 1:
             self._gloo, failure = _attempt(
@@ -191,10 +195,21 @@ class GroupCommunicator(Communicator):
             raise CommError(f"{self._where()}: the group is closed")
         _, failure = _attempt(action)
         if failure:
-            words = self._words()
-            self._told = bool(words)  # someone else is the cause: leave the word to them
-            silence = "no rank left a word; one may have died, or the network is down"
-            raise CommError(f"{self._where()}: {failure} ({'; '.join(words) or silence})")
+            raise CommError(f"{self._where()}: {failure} ({self._reason(failure)})")
+
+    def _reason(self, failure: str) -> str:
+        """What peers said; after a time-out, who did not come. Ends the connections."""
+        _with_patience(self._waiting.answer)
+        words = self._words()
+        self._told = bool(words)  # someone else is the cause: leave the word to them
+        if _TIMED_OUT in failure and not words:
+            self.close(f"CommError: {failure}")  # peers that wait fail at once, and answer too
+        if any(_TIMED_OUT in each for each in (failure, *words)):
+            patience = self._waiting.patience + _STORE_PATIENCE
+            absent = _with_patience(self._waiting.absent, patience)
+            words += [explain(absent)] if absent else []
+        silence = "no rank left a word; one may have died, or the network is down"
+        return "; ".join(words) or silence
 
     def _words(self) -> list[str]:
         """What peers said when they gave up."""
@@ -239,13 +254,18 @@ def _meet(group: dist.ProcessGroup | Circle, timeout: timedelta) -> Store:
     store = PrefixStore(f"topreduce/{group.group_name}", _get_default_store())
     meetings = f"meetings of rank {rank}"
     place = PrefixStore(f"meeting {store.add(meetings, 0)}", store)
+    names = group.ranks if isinstance(group, Circle) else range(ranks)
+    meeting = RollCall(place, rank, names, timeout, "came")
+    meeting.answer()
     if place.add("here", 1) == ranks:
         place.set("all here", "")
     _, failure = _attempt(lambda: place.wait(["all here"], timeout))
     if failure and place.add("here", -1) < ranks - 1:  # else the last one came just now
+        absent = meeting.absent(0)
+        meeting.withdraw()
         raise CommError(
             f"rank {rank} of {ranks}: not all ranks of the model's process group called attach() "
-            f"within {timeout}"
+            f"within {timeout}" + (f" ({explain(absent)})" if absent else "")
         )
     store.add(meetings, 1)
     return place
@@ -261,10 +281,17 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, str]:
         return None, words or type(error).__name__
 
 
-def _with_patience(action: Callable[[], T]) -> T | None:
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long operations of this group wait, for tensors of this device."""
+    backend, _ = _attempt(lambda: group._get_backend(device))
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else default_pg_timeout
+
+
+def _with_patience(action: Callable[[], T], seconds: float = _STORE_PATIENCE) -> T | None:
     """The result, or None if it failed or takes too long: the store may have died as well."""
     results: list[T | None] = []
     thread = threading.Thread(target=lambda: results.append(_attempt(action)[0]), daemon=True)
     thread.start()
-    thread.join(_STORE_PATIENCE)
+    thread.join(seconds)
     return results[0] if results else None
