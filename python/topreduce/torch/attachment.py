@@ -87,7 +87,7 @@ def attach(
     the density falls geometrically over `ramp_steps` (100). `keep_dense`: patterns such as "*norm*"
     for parameters that are never cut. `scaler`: the GradScaler that multiplies your loss, so that
     what is owed is kept without its factor. `local_group`: the ranks of this rank's machine, as a
-    process group, or "host" for those with the same host name; gradients are then averaged inside
+    process group, or "host" for those of one host name and boot; gradients are then averaged inside
     each machine first, and one rank of each exchanges, and owes. `timeout`: how long to wait for a
     peer that is silent, which may just be busy; None waits as long as the model's process group.
     """
