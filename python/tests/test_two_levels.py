@@ -164,13 +164,22 @@ def test_one_rank_per_machine_is_the_flat_run() -> None:
 def be_one_machine(rank: Rank) -> None:
     """All on one host: a dense mean, and nothing for the network."""
     run = Run(rank, **CAP)
-    sync = attach_at_once(run.ddp, "topk", density=0.01, local_group="host")
+    with pytest.warns(
+        RuntimeWarning, match=r"found one machine, .* for all 4 ranks: every step is de"
+    ):
+        sync = attach_at_once(run.ddp, "topk", density=0.01, local_group="host")
+    assert "nothing to send" in repr(sync)
     for step in range(3):
         (mean,) = fed(everyones(run.local_gradient(step)), [range(rank.ranks)])
         run.backward(step)
         assert torch.equal(run.mean_gradient(), mean)
         run.optimizer.step()
     assert sync.stats()["bytes_sent"] == 0
+    # The terms of sums to their owners, the sums to the delegate, the mean to all; headings.
+    entries = 4 * sync.stats()["entries"]
+    payload = (3 / 4 + 3) * entries if rank.rank == 0 else (3 / 4 + 1 / 4) * entries
+    assert payload - 100 < sync.stats()["bytes_inside"] < payload + 3000
+    assert f"sent {sync.stats()['bytes_inside']} bytes inside the machine" in repr(sync)
     assert sync.stats()["density"] == 1.0
     assert sync.hint() is None
     assert debts(sync, mean).count_nonzero() == 0
@@ -185,6 +194,28 @@ def be_one_machine(rank: Rank) -> None:
 
 def test_one_machine_averages_densely() -> None:
     group(4).run(be_one_machine)
+
+
+def be_clones(rank: Rank, folder: str) -> None:
+    """Machines that were copied have one name, and boots of their own."""
+    boot = Path(folder) / f"boot of machine {rank.rank // 2}"
+    boot.write_text(f"{rank.rank // 2}\n")
+    run = Run(rank, **CAP)
+    with mock.patch.multiple(connections, _BOOT=boot), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sync = attach_at_once(run.ddp, local_group="host", **SETTINGS[0])
+    run.train(range(2))
+    assert f"machine {rank.rank // 2} of 2" in repr(sync)
+    assert sync.stats()["bytes_sent"] > 0
+
+    missing = Path(folder) / "no such file"  # not Linux: the name must do
+    with mock.patch.multiple(connections, _BOOT=missing), pytest.warns(RuntimeWarning, match="one"):
+        sync = attach_at_once(Run(rank, **CAP).ddp, local_group="host", **SETTINGS[0])
+    assert "machine 0 of 1" in repr(sync)
+
+
+def test_cloned_machines_are_told_apart(tmp_path: Path) -> None:
+    group(4).run(be_clones, str(tmp_path))
 
 
 # ---- DDP as people use it ----------------------------------------------------------------------
@@ -444,7 +475,7 @@ def test_all_ranks_of_a_machine_tell_its_story() -> None:
         assert "% saved" in words
     for member, delegate in ((1, 0), (3, 2)):
         for ours, theirs in zip(answers[member][0], answers[delegate][0], strict=True):
-            keys = ours.keys() - {"seconds", "seconds_waited"}
+            keys = ours.keys() - {"seconds", "seconds_waited", "bytes_inside"}
             assert {key: ours[key] for key in keys} == {key: theirs[key] for key in keys}
     assert "ok_topk, density 0.1, rank 3 of 4, machine 1 of 2, " in answers[3][1]
 

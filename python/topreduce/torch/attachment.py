@@ -4,7 +4,7 @@ import re
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from topreduce.torch.eligibility import (
 )
 from topreduce.torch.machines import Levels
 from topreduce.torch.meeting import refuse
-from topreduce.torch.process_group import GroupCommunicator
+from topreduce.torch.process_group import GroupCommunicator, timeout_of
 from topreduce.torch.scaling import Scaler
 from topreduce.torch.steps import Steps
 from topreduce.torch.surroundings import Surroundings
@@ -35,7 +35,6 @@ from topreduce.torch.two_levels import on_two_levels
 WARMUP_STEPS = 10
 RAMP_STEPS = 100
 
-_TIMEOUT = timedelta(minutes=5)
 _SCALERS = " (all ranks must give one, GradScaler(enabled=False) where the loss is not scaled)"
 
 
@@ -86,7 +85,7 @@ def attach(
     seed: int | None = None,
     scaler: Scaler | None = None,
     local_group: dist.ProcessGroup | str | None = None,
-    timeout: timedelta = _TIMEOUT,
+    timeout: timedelta | None = None,
     **settings: object,
 ) -> Sync:
     """Averages the gradients of `ddp` by `method` from the next backward pass on.
@@ -97,9 +96,9 @@ def attach(
     the density falls geometrically over `ramp_steps` (100). `keep_dense`: patterns such as "*norm*"
     for parameters that are never cut. `scaler`: the GradScaler that multiplies your loss, so that
     what is owed is kept without its factor. `local_group`: the ranks of this rank's machine, as a
-    process group, or "host" for those with the same host name; gradients are then averaged inside
+    process group, or "host" for those of one host name and boot; gradients are then averaged inside
     each machine first, and one rank of each exchanges, and owes. `timeout`: how long to wait for a
-    silent peer.
+    peer that is silent, which may just be busy; None waits as long as the model's process group.
     """
     try:
         check_type(ddp)
@@ -122,7 +121,7 @@ def attach(
     except Exception as error:
         refuse(ddp, error)
         raise
-    patience = timeout if _is_valid(timeout) else _TIMEOUT
+    patience = timeout if _is_valid(timeout) else _timeout_of(ddp)
     comm = (
         GroupCommunicator(ddp.process_group, patience)
         if local_group is None
@@ -164,7 +163,7 @@ def _prepare_together(
     ddp: DistributedDataParallel,
     method: str,
     given: dict[str, object],
-    timeout: timedelta,
+    timeout: timedelta | None,
     scaler: object,
 ) -> _Prepared:
     """`_prepare` on all ranks or on none: a rank that refuses leaves nobody waiting."""
@@ -190,11 +189,11 @@ def _prepare(
     ddp: DistributedDataParallel,
     method: str,
     given: dict[str, object],
-    timeout: timedelta,
+    timeout: timedelta | None,
     scaler: object,
 ) -> _Prepared:
     """Raises what speaks against attaching, on this rank."""
-    if not _is_valid(timeout):
+    if timeout is not None and not _is_valid(timeout):
         raise ValueError(f"timeout must be a positive timedelta, not {timeout!r}")
     if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
         raise ValueError(f"scaler must be a GradScaler, not {type(scaler).__name__}")
@@ -252,5 +251,10 @@ def _stored_shape(parameter: torch.Tensor) -> list[int]:
     return [parameter.shape[axis] for axis in axes]
 
 
-def _is_valid(timeout: object) -> bool:
+def _timeout_of(ddp: DistributedDataParallel) -> timedelta:
+    device = next((each.device for each in ddp.parameters()), torch.device("cpu"))
+    return timeout_of(ddp.process_group, device)
+
+
+def _is_valid(timeout: object) -> TypeGuard[timedelta]:
     return isinstance(timeout, timedelta) and timeout > timedelta(0)

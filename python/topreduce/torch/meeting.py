@@ -10,7 +10,7 @@ has a connection leaves nobody waiting:
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
@@ -19,10 +19,11 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from topreduce import CommError
+from topreduce.torch.roll_call import RollCall, explain
 
 T = TypeVar("T")
 
-_STORE_PATIENCE = 2.0  # seconds; the machine that holds the store may be the one that died
+STORE_PATIENCE = 2.0  # seconds; the machine that holds the store may be the one that died
 
 
 class Group(Protocol):
@@ -36,21 +37,25 @@ class Group(Protocol):
     def size(self) -> int: ...
 
 
-def meet(group: Group, timeout: timedelta) -> Store:
-    """A place of their own for the ranks of `group`, once all of them have come.
+def meet(group: Group, names: Sequence[int], timeout: timedelta) -> Store:
+    """A place of their own for the ranks of `group`, once all have come; errors use the `names`.
 
     Not dist.new_group: that wants the whole world, or names groups by their ranks, so that the
     second one with the same ranks finds the addresses of the first.
     """
     rank, ranks = group.rank(), group.size()
     store, place = _next_place(group)
+    roll_call = RollCall(place, rank, names, timeout, "came")
+    roll_call.answer()
     if place.add("here", 1) == ranks:
         place.set("outcome", "")
     _, failure = attempt(lambda: place.wait(["outcome"], timeout))
     if failure and place.add("here", -1) < ranks - 1:  # else the last one came just now
+        absent = roll_call.absent(0)
+        roll_call.withdraw()
         raise CommError(
             f"rank {rank} of {ranks}: not all ranks of the model's process group called attach() "
-            f"within {timeout}"
+            f"within {timeout}" + (f" ({explain(absent)})" if absent else "")
         )
     store.add(_meetings(rank), 1)
     refusal = legible(place.get("outcome"))
@@ -103,12 +108,12 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, str]:
         return None, words or type(error).__name__
 
 
-def with_patience(action: Callable[[], T]) -> T | None:
+def with_patience(action: Callable[[], T], seconds: float = STORE_PATIENCE) -> T | None:
     """The result, or None if it failed or takes too long: the store may have died as well."""
     results: list[T | None] = []
     thread = threading.Thread(target=lambda: results.append(attempt(action)[0]), daemon=True)
     thread.start()
-    thread.join(_STORE_PATIENCE)
+    thread.join(seconds)
     return results[0] if results else None
 
 

@@ -17,13 +17,23 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from topreduce import CommError, Communicator, WireError
 from topreduce.torch.heading import SIZE, Bytes, Doing, Heading, Place, differences
-from topreduce.torch.meeting import attempt, legible, meet, sendable, with_patience
+from topreduce.torch.meeting import (
+    STORE_PATIENCE,
+    attempt,
+    legible,
+    meet,
+    sendable,
+    with_patience,
+)
+from topreduce.torch.roll_call import RollCall, explain
 
 _ROOM = 1 << 20  # bytes; a second round takes little beside what is longer
 _SMALL_BUFFER = 1 << 16
+_TIMED_OUT = "Timed out"  # in Gloo's words
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,8 @@ class GroupCommunicator(Communicator):
         self._buffers: dict[str, torch.Tensor] = {}
         self._used: dict[str, int] = {}  # bytes of each buffer, at most, since the last `trim`
         self._headings = [np.empty(SIZE, np.uint8) for _ in range(self.size)]
-        self._store = meet(group, timeout)
+        self._store = meet(group, self._names, timeout)
+        self._waiting = RollCall(self._store, self.rank, self._names, timeout, "waited")
         self._gloo: Any = None
         if self.size > 1:
             self._gloo, failure = attempt(
@@ -186,10 +197,21 @@ class GroupCommunicator(Communicator):
             raise CommError(f"{self._where()}: the group is closed")
         _, failure = attempt(action)
         if failure:
-            words = self._words()
-            self._told = bool(words)  # someone else is the cause: leave the word to them
-            silence = "no rank left a word; one may have died, or the network is down"
-            raise CommError(f"{self._where()}: {failure} ({'; '.join(words) or silence})")
+            raise CommError(f"{self._where()}: {failure} ({self._reason(failure)})")
+
+    def _reason(self, failure: str) -> str:
+        """What peers said; after a time-out, who did not come. Ends the connections."""
+        with_patience(self._waiting.answer)
+        words = self._words()
+        self._told = bool(words)  # someone else is the cause: leave the word to them
+        if _TIMED_OUT in failure and not words:
+            self.close(f"CommError: {failure}")  # peers that wait fail at once, and answer too
+        if any(_TIMED_OUT in each for each in (failure, *words)):
+            patience = self._waiting.patience + STORE_PATIENCE
+            absent = with_patience(self._waiting.absent, patience)
+            words += [explain(absent)] if absent else []
+        silence = "no rank left a word; one may have died, or the network is down"
+        return "; ".join(words) or silence
 
     def _words(self) -> list[str]:
         """What peers said when they gave up."""
@@ -216,3 +238,10 @@ class GroupCommunicator(Communicator):
                 size + size // 8, dtype=torch.uint8, device="cpu"
             )
         return buffer[:size].numpy()
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long operations of this group wait, for tensors of this device."""
+    backend, _ = attempt(lambda: group._get_backend(device))
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else default_pg_timeout

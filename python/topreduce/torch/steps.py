@@ -64,11 +64,6 @@ class _Bucket:
         array: NDArray[np.float32] = self._float32.numpy()
         return array
 
-    def on_device(self) -> torch.Tensor:
-        """The same where it lies; to be called while `queued`."""
-        self._float32 = self.buffer.float()
-        return self._float32
-
     def queued(self) -> contextlib.AbstractContextManager[None]:
         """Work on the device, behind what computed the gradient."""
         return self._lane.behind(self._computed)
@@ -214,7 +209,7 @@ class Steps:
             return self._reducer.add(numbers, bucket.gradient())
         with bucket.queued():
             sizes = [each.numel() for each in bucket.parameters]
-            self._device.hold(numbers, sizes, bucket.on_device())
+            self._device.hold(numbers, sizes, bucket.buffer)
             self._reducer.add_on_device(numbers)
 
     def _begin(self, number: int, loss_scale: float) -> None:
