@@ -1,7 +1,9 @@
-"""Calls that only one rank makes, or makes at a wrong moment: every rank is told who does what."""
+"""Calls that only one rank makes, or makes at a wrong moment: every rank is told who does what.
+
+Nobody waits for a time-out, which is far longer than a case may take.
+"""
 
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +18,11 @@ from topreduce.torch import CommError, WireError
 
 MODEL = {"granularity": "model", "density": 0.05}
 BUCKET = {"granularity": "bucket", "density": 0.05}
-QUICK = 20.0  # seconds; the time-out is minutes
 
 
 def told(call: Callable[[], Any], *words: str) -> None:
-    started = time.monotonic()
     with pytest.raises(ValueError) as error:  # noqa: PT011
         call()
-    assert time.monotonic() - started < QUICK
     text = str(error.value)
     assert re.search(".*".join(words), text), text
     assert text.isprintable()
@@ -131,13 +130,11 @@ def call_alone_on_two_levels(rank: Rank, call: str, callers: list[int]) -> str:
     run = Run(rank)
     sync = attach(run.ddp, **BUCKET, local_group=machines[rank.rank // 2])
     run.train(range(2))
-    started = time.monotonic()
     mine = call if rank.rank in callers else ""
     if mine == "load_state_dict":
         sync.load_state_dict(sync.state_dict())
     with pytest.raises((CommError, WireError)) as error:
         sync.bypass() if mine == "bypass" else run.backward(2)
-    assert time.monotonic() - started < QUICK
     sync.detach()
     return str(error.value)
 

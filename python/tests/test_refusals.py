@@ -1,7 +1,6 @@
 """Models that attach() refuses, on all ranks or on one of them: all ranks are told at once."""
 
 import re
-import time
 from typing import Any
 
 import pytest
@@ -21,9 +20,6 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
-
-QUICK = 20.0  # seconds; the time-out is minutes
-
 
 # ---- tensor parallelism ------------------------------------------------------------------------
 
@@ -126,12 +122,10 @@ def refuse_alone(rank: Rank) -> None:
         (ddp, {"method": None}, "TypeError", "expected string"),
     ]
     for model, arguments, kind, message in wrong:
-        started = time.monotonic()
         with pytest.raises(
             TypeError if kind == "TypeError" and rank.rank == 1 else ValueError
         ) as e:
             attach(model, **arguments) if rank.rank == 1 else attach(ddp)
-        assert time.monotonic() - started < QUICK
         text = str(e.value)
         assert re.search(message, text), text
         if rank.rank != 1:

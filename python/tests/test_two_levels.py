@@ -256,10 +256,10 @@ def keep_the_laws(rank: Rank, name: str, machines: Machines) -> None:
             if any("/owed/" in key for key in sync.state_dict()):
                 settled += brought[machine_of(rank, machines)]
             applied = actor.mean().double() * len(machines)
-            assert applied.count_nonzero() > 0
             torch.testing.assert_close(
                 sum(everyones(settled)), applied, rtol=1e-4, atol=1e-6, msg=f"step {step}"
             )
+            assert applied.count_nonzero() > 0
             actor.update()
             assert len({digest(each) for each in everyones(actor.weights())}) == 1
         assert [step["step"] for step in sync.history()] == list(range(6))
@@ -506,9 +506,9 @@ def test_refusals() -> None:
 # ---- what crosses the network card -------------------------------------------------------------
 
 
-def count_crossings(rank: Rank, hosts: list[str]) -> list[list[int]]:
-    """Bytes that left this rank's host in 4 steps, and that this rank booked: flat, on two levels,
-    and of two ranks that are alone on their hosts."""
+def count_crossings(rank: Rank, hosts: list[str]) -> list[list[tuple[int, int]]]:
+    """Bytes that left this rank's host, and that this rank booked, in each of 4 steps: flat, on two
+    levels, and of two ranks that are alone on their hosts."""
     enter(hosts[rank.rank // 2])
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     everyone, firsts = dist.new_group(range(4)), dist.new_group([0, 2])
@@ -520,14 +520,17 @@ def count_crossings(rank: Rank, hosts: list[str]) -> list[list[int]]:
             run = Run(rank, process_group=ranks)
             sync = attach_at_once(run.ddp, "topk", density=0.05, local_group=local)
             run.train(range(2))
-        dist.barrier()  # on connections that were there before the hosts
-        before = bytes_through(INTERFACE)[0]
-        dist.barrier()
-        if takes_part:
-            run.train(range(2, 6))
-        dist.barrier()
-        seen = bytes_through(INTERFACE)[0] - before
-        counts.append([seen, sum(step["bytes_sent"] for step in sync.history()[2:])])
+        seen = []
+        for step in range(2, 6):
+            dist.barrier()  # on connections that were there before the hosts
+            before = bytes_through(INTERFACE)[0]
+            dist.barrier()
+            if takes_part:
+                run.train(range(step, step + 1))
+            dist.barrier()
+            seen.append(bytes_through(INTERFACE)[0] - before)
+        booked = [step["bytes_sent"] for step in sync.history()[2:6]]
+        counts.append(list(zip(seen, booked, strict=True)))
     return counts
 
 
@@ -538,10 +541,12 @@ def test_one_exchange_crosses_the_network_card() -> None:
         results = processes.run(count_crossings, [host.namespace.path for host in hosts])
         processes.stop()
     for rank in (0, 2):
-        (flat, _), (levels, booked), (pair, _) = results[rank]
-        assert abs(levels - pair) < 0.25 * pair, results[rank]
+        # TCP repeats bytes on a busy machine, so the step with the fewest counts.
+        flat, levels, pair = (min(seen for seen, _ in steps) for steps in results[rank])
+        booked = [booked for _, booked in results[rank][1]]
         assert flat > 2 * levels, results[rank]
-        assert booked < levels < 2 * booked, results[rank]
+        assert min(booked) < levels < 2 * max(booked), results[rank]
+        assert pair < 1.5 * levels and levels < 1.5 * pair, results[rank]
 
 
 # ---- checkpoints -------------------------------------------------------------------------------
