@@ -21,7 +21,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     data = DataLoader(TensorDataset(inputs, inputs[:, :10].argmax(1)), batch_size=32)
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
-    sync = topreduce.torch.attach(model, "topk", density=0.01)  # the added line
+    # The added line; the scaler is None unless mixed_precision="fp16".
+    sync = topreduce.torch.attach(model, "topk", density=0.01, scaler=accelerator.scaler)
 
     for batch, labels in data:
         optimizer.zero_grad()

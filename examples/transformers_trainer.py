@@ -43,7 +43,8 @@ class Topreduce(TrainerCallback):
         model = self.trainer.model_wrapped
         if not isinstance(model, DistributedDataParallel):
             raise ValueError("Topreduce needs several processes: start with torchrun")
-        self.sync = topreduce.torch.attach(model, self.method, **self.settings)
+        scaler = self.trainer.accelerator.scaler  # None unless TrainingArguments(fp16=True)
+        self.sync = topreduce.torch.attach(model, self.method, scaler=scaler, **self.settings)
         if self.resume is not None:
             self.sync.load_state_dict(torch.load(self.file(self.resume, args)))
 

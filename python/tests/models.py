@@ -90,9 +90,9 @@ def text(rank: int, step: int) -> Tensor:
 class Run:
     """A GPT in training."""
 
-    def __init__(self, rank: Rank, **ddp_options: Any) -> None:
+    def __init__(self, rank: Rank, dtype: torch.dtype = torch.float32, **ddp_options: Any) -> None:
         self.rank = rank.rank
-        self.ddp = DistributedDataParallel(GPT(), **ddp_options)
+        self.ddp = DistributedDataParallel(GPT().to(dtype), **ddp_options)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=0.9)
         self.losses: list[float] = []
 
@@ -132,7 +132,7 @@ def owed(sync: Sync) -> Tensor:
 
 
 def digest(values: Tensor) -> str:
-    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def rank_order_sum(values: Tensor) -> Tensor:

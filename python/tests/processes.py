@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 NAIVE = "TOPREDUCE_TESTS_NAIVE"  # set: ranks use the attach() of naive.py
-_GRACE = 5.0  # seconds that ranks get to answer once one of them has failed
+_GRACE = 2.0  # seconds that ranks get to answer once one of them has failed
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Processes:
         self,
         case: Callable[..., Any],
         *arguments: Any,
-        seconds: float = 60,
+        seconds: float = 180,
         dying: Sequence[int] = (),
     ) -> list[Any]:
         """Calls `case(Rank, *arguments)` in every rank. `dying`: the ranks that are meant to."""

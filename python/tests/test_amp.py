@@ -1,5 +1,7 @@
 """Automatic mixed precision: scaled losses, what is owed kept without the factor."""
 
+import gc
+import warnings
 from typing import Any
 
 import pytest
@@ -8,6 +10,9 @@ from models import Dictated, attach_at_once, owed, rank_order_sum, small_integer
 from processes import Rank, group
 from scenarios import SCENARIOS, Actor, data
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from topreduce.torch.scaling import _watches
 
 SETTINGS: list[dict[str, Any]] = [
     {"method": "topk", "density": 0.01},
@@ -109,3 +114,64 @@ def different_scales(rank: Rank) -> None:
 
 def test_scales_that_differ_and_no_scale() -> None:
     group(2).run(different_scales)
+
+
+# ---- a scaler that attach() was not told of ----------------------------------------------------
+
+
+def warnings_of(
+    ddp: DistributedDataParallel, scaler: torch.amp.GradScaler, **options: Any
+) -> list[int]:
+    """In each of three steps, how many warnings name the scaler."""
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.0, **options)
+    counts = []
+    for step in range(3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.zero_grad()
+            scaler.scale(ddp(small_integers(ddp.module, 0, step))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        counts.append(sum("attach(..., scaler=" in str(each.message) for each in caught))
+    return counts
+
+
+def forget_the_scaler(rank: Rank) -> None:
+    gc.collect()  # models of other tests
+    earlier = set(_watches)
+    models = [DistributedDataParallel(Dictated()) for _ in range(3)]
+    attached = [attach_at_once(model, density=0.1) for model in models]
+    assert warnings_of(models[0], torch.amp.GradScaler("cpu", enabled=False)) == [0, 0, 0]
+    assert warnings_of(DistributedDataParallel(Dictated()), scaler_of(8.0)) == [0, 0, 0]
+    assert warnings_of(models[0], scaler_of(8.0)) == [1, 0, 0]
+    assert warnings_of(models[0], scaler_of(8.0)) == [0, 0, 0]  # once
+    assert warnings_of(models[1], scaler_of(8.0), fused=True) == [1, 0, 0]
+    for sync in attached:
+        sync.detach()
+    assert warnings_of(models[2], scaler_of(8.0)) == [0, 0, 0]
+    assert set(_watches) <= earlier
+    assert len(_global_optimizer_pre_hooks) == bool(_watches)
+
+    right = scaler_of(8.0)
+    attach_at_once(models[2], density=0.1, scaler=right)
+    assert warnings_of(models[2], right) == [0, 0, 0]
+    assert warnings_of(models[2], scaler_of(8.0)) == [1, 0, 0]
+
+    class Other:
+        """Stands for a loss scaler that is not PyTorch's."""
+
+        def get_scale(self) -> float:
+            return 8.0
+
+    odd = DistributedDataParallel(Dictated())
+    attach_at_once(odd, density=0.1, scaler=Other())
+    assert warnings_of(odd, scaler_of(8.0)) == [0, 0, 0]
+
+    # One rank alone would add gradients of another unit to those of the others.
+    alone = right if rank.rank == 1 else None
+    with pytest.raises(ValueError, match=r"rank 0: ready; rank 1: ready, scaler given.*enabled=F"):
+        attach_at_once(DistributedDataParallel(Dictated()), scaler=alone)
+
+
+def test_a_scaler_that_was_not_given_is_reported() -> None:
+    group(2).run(forget_the_scaler)

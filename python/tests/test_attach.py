@@ -596,7 +596,7 @@ def come_and_go(rank: Rank) -> None:
     (worker,) = set(workers()) - set(before)
     del run
     gc.collect()
-    worker.join(5)
+    worker.join(60)
     assert not worker.is_alive()
 
 

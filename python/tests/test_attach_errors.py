@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -19,11 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from topreduce.torch import CommError, WireError
+from topreduce.torch import CommError
 
 MODEL = {"granularity": "model", "density": 0.05}
 BUCKET = {"granularity": "bucket", "density": 0.05}
-QUICK = 10.0  # seconds; far less than the time-out
 
 
 # ---- a network that fails ----------------------------------------------------------------------
@@ -46,10 +44,9 @@ def break_down(
             transfer(*arguments)
 
         sync._comm._transfer = fail_in_the_middle  # type: ignore[method-assign]
-    started = time.monotonic()
     with pytest.raises(CommError) as failure:
         run.backward(healthy)
-    assert time.monotonic() - started < QUICK
+    assert "Timed out" not in str(failure.value)
     assert run.mean_gradient().count_nonzero() == 0
     assert torch.equal(owed(sync), debt)
 
@@ -96,10 +93,9 @@ def lose_a_rank(rank: Rank) -> str | None:
     debt = owed(sync)
     if rank.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
     with pytest.raises(CommError) as failure:
         run.backward(2)
-    assert time.monotonic() - started < QUICK
+    assert "Timed out" not in str(failure.value)
     assert torch.equal(owed(sync), debt)
     return str(failure.value)
 
@@ -110,22 +106,44 @@ def test_a_killed_rank() -> None:
     assert "one may have died" in messages[0] or "one may have died" in messages[2]
 
 
-def be_silent(rank: Rank) -> float:
+def be_busy(rank: Rank) -> str:
+    """The last rank comes when the others have given up."""
     run = Run(rank)
-    attach(run.ddp, **BUCKET, timeout=timedelta(seconds=1))
+    attach(run.ddp, **BUCKET, timeout=timedelta(seconds=2))
     run.train(range(2))
-    if rank.rank == 1:
-        time.sleep(4)
-    started = time.monotonic()
-    with pytest.raises(CommError):
+    if rank.rank == rank.ranks - 1:
+        dist.barrier()
+    with pytest.raises(CommError) as failure:
         run.backward(2)
-    return time.monotonic() - started
+    if rank.rank < rank.ranks - 1:
+        dist.barrier()
+    return str(failure.value)
 
 
 def test_a_silent_rank_is_waited_for_no_longer_than_the_timeout() -> None:
-    waited = group(2).run(be_silent)
-    assert 0.9 < waited[0] < 3.5
-    assert waited[1] < 0.9
+    *waited, late = group(3).run(be_busy)
+    for rank, message in enumerate(waited):
+        assert message.startswith(f"rank {rank} of 3, step 2, exchange 1: ")
+        assert "Timed out waiting 2000ms" in message
+        assert "rank 2 did not come, and may just be busy, evaluating or saving" in message
+        assert "timeout=" in message
+    assert "did not come" not in late.partition("gave up")[0]
+    assert not late.startswith("rank 2 of 3, step 2, exchange 1: Timed out")
+    assert re.search(r"rank [01] gave up: CommError: .*Timed out", late)
+
+
+def inherit_the_timeout(rank: Rank) -> None:
+    """As long as the process group that DDP uses, unless told otherwise."""
+    patient = dist.new_group(range(rank.ranks), timeout=timedelta(minutes=47))
+    ddp = DistributedDataParallel(Dictated(), process_group=patient)
+    for timeout, expected in ((None, timedelta(minutes=47)), (timedelta(minutes=3),) * 2):
+        sync = attach(ddp, timeout=timeout)
+        assert sync._comm._gloo.options._timeout == expected
+        sync.detach()
+
+
+def test_the_timeout_is_that_of_the_process_group() -> None:
+    group(2).run(inherit_the_timeout)
 
 
 def make_a_mistake(rank: Rank, settings: dict[str, Any]) -> None:
@@ -148,27 +166,6 @@ def test_a_mistake_before_anything_was_sent_leaves_the_handle_usable(
     settings: dict[str, Any],
 ) -> None:
     group(2).run(make_a_mistake, settings)
-
-
-def disagree_on_the_order(rank: Rank) -> None:
-    run = Run(rank)
-    sync = attach(run.ddp, **MODEL)
-    run.train(range(2))
-    started = time.monotonic()
-    if rank.rank == 0:
-        with pytest.raises(ValueError, match="rank 1: in the middle of a step"):
-            sync.configure(density=0.5)
-        assert sync.stats()["density"] == 0.05
-        with pytest.raises(CommError, match="rank 1 gave up: WireError"):
-            run.backward(2)
-    else:
-        with pytest.raises(WireError):
-            run.backward(2)
-    assert time.monotonic() - started < QUICK
-
-
-def test_ranks_at_different_places_of_the_program() -> None:
-    group(2).run(disagree_on_the_order)
 
 
 # ---- attach() that is refused ------------------------------------------------------------------
@@ -254,11 +251,9 @@ def mistaken(rank: Rank, mistakes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attach(ddp, **mistakes)
     # The same on rank 1 alone: the others hear of it, and nobody waits.
-    started = time.monotonic()
     others = "nothing was changed.*rank 1: ValueError: (?s:.*)" + message
     with pytest.raises(ValueError, match=message if rank.rank == 1 else others):
         attach(ddp, **mistakes if rank.rank == 1 else {})
-    assert time.monotonic() - started < QUICK
 
     sync = attach(ddp, density=0.1)
     ddp(small_integers(ddp.module, rank.rank, 0)).backward()
@@ -300,7 +295,8 @@ def test_ranks_that_differ(what: str) -> None:
 def attach_alone(rank: Rank) -> None:
     ddp = DistributedDataParallel(Dictated())
     for _ in range(2 if rank.rank == 0 else 0):
-        with pytest.raises(CommError, match=r"not all ranks .* called attach\(\) within 0:00:01"):
+        words = r"not all ranks .* called attach\(\) within 0:00:01 \(rank 1 did not come, and may"
+        with pytest.raises(CommError, match=words):
             attach(ddp, timeout=timedelta(seconds=1))
     dist.barrier()
     attach(ddp)
@@ -414,7 +410,7 @@ def load_different_steps(rank: Rank) -> None:
     debt = owed(sync)
     sync.load_state_dict(states[1 + rank.rank])
     loaded = owed(sync)
-    with pytest.raises(ValueError, match=r"rank 0: step 1\n.*rank 1: step 2"):
+    with pytest.raises(ValueError, match=r"of different steps.*rank 0: step 1,.*rank 1: step 2,"):
         run.backward(3)
     assert torch.equal(owed(sync), loaded)
     sync.load_state_dict(states[2])

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import topreduce
 from topreduce import _core
@@ -79,3 +80,12 @@ def test_the_table_of_the_readme_is_that_of_the_command(
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert main(["methods", "--markdown"]) == 0
     assert capsys.readouterr().out in readme
+
+
+def test_the_torch_that_is_asked_for_is_the_one_that_is_tested() -> None:
+    tested = ".".join(torch.__version__.split(".")[:2])
+    asked = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert asked == [tested, tested]
+    for page in ("README.md", "docs/pytorch.md"):
+        words = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+        assert f"{tested} or later" in words and "untested" in words, page

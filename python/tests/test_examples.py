@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
@@ -25,7 +26,7 @@ def run(command: list[str]) -> str:
     [
         ("torch_ddp", TORCHRUN, 19210),
         ("accelerate_loop", TORCHRUN, 19210),
-        ("lightning_callback", [sys.executable], 19210),
+        ("lightning_strategy", [sys.executable], 19210),
         ("transformers_trainer", TORCHRUN, 35658),
     ],
 )
@@ -38,10 +39,18 @@ def test_only_what_matters_travels(name: str, launcher: list[str], parameters: i
     assert entries < sent < parameters
 
 
-def test_lightning_checkpoints_hold_what_every_rank_owes(tmp_path: Path) -> None:
+def test_every_rank_keeps_what_it_owes_beside_lightnings_checkpoints(tmp_path: Path) -> None:
     run([sys.executable, "python/tests/lightning_resume.py", str(tmp_path)])
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     for seen in ranks:
         assert seen["start"] == 0
         assert seen["resumed"] == seen["saved"] > 0
     assert ranks[0]["saved"] != ranks[1]["saved"]
+    beside = sorted(file.name for file in tmp_path.glob("*.ckpt.*"))
+    assert beside == ["epoch=2.ckpt.rank0", "epoch=2.ckpt.rank1"], "those of older ones are gone"
+    for rank, file in enumerate(beside):
+        state = torch.load(tmp_path / file, weights_only=True)
+        tensors = {key for key, value in state.items() if isinstance(value, torch.Tensor)}
+        assert tensors and all(key.startswith(f"rank{rank}/") for key in tensors)
+    whole = torch.load(tmp_path / "epoch=2.ckpt", weights_only=False)
+    assert "owed" not in str(whole.keys()) + str(whole["callbacks"].keys())

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -166,6 +167,34 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
     while marked(marker):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+@needs_cluster
+def test_a_benchmark_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
+    def on_the_machine() -> set[str]:
+        named = Path("/run/netns")
+        return {name for _, name in socket.if_nameindex()} | {
+            str(each) for each in (named.iterdir() if named.exists() else ())
+        }
+
+    marker = f"TOPREDUCE_TEST={tmp_path.name}-{os.getpid()}"
+    name, _, value = marker.partition("=")
+    before, deadline = on_the_machine(), time.monotonic() + 120
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parents[2] / "bench/interface.py")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, name: value},
+    )
+    while len(marked(marker)) < 5:  # the benchmark, and a process for each host
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    while marked(marker):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert on_the_machine() <= before
 
 
 def marked(marker: str) -> list[int]:

@@ -47,7 +47,8 @@ def send_everything(rank: Rank) -> None:
         assert counts == own.tolist()
         expected = [message(sender, 0, n) for sender, n in enumerate(own)]
         assert np.array_equal(received, np.concatenate(expected))
-    comm.concur("the same \u00e9")
+    comm.concur("the same \u00e9\t\udc80")
+    assert comm.ask("\x1b[2J\udc80") == [r"\x1b[2J\udc80"] * rank.ranks
     with pytest.raises(ValueError, match=r"rank 0: short; rank 1: (long){1000}"):
         comm.concur("long" * 1000 if rank.rank else "short")
 
@@ -96,15 +97,24 @@ def test_memory_of_a_large_message_is_given_back() -> None:
 def fall_out_of_step(rank: Rank) -> None:
     comm = connect()
     comm._calls += rank.rank
-    with pytest.raises(WireError, match=f"rank {1 - rank.rank} is -?1 calls ahead"):
+    with pytest.raises(WireError, match=r"out of step, by \[(0, 1|-1, 0)\] calls"):
         comm.all_gather(np.zeros(5, np.uint8))
+
+    comm = connect()
+    comm.start_step(7 + rank.rank)
+    words = r"rank 0: step 7, exchange 1; rank 1: step 8, exchange 1\. Call"
+    with pytest.raises(ValueError, match=words):
+        comm.all_gather(np.zeros(5, np.uint8))
+    assert comm.calls_in_step == 0  # nobody got any further
+    comm.start_step(8)
+    comm.all_gather(np.zeros(5, np.uint8))
 
     comm = connect()
     if rank.rank == 1:
         transfer = comm._transfer
 
         def damage(send: np.ndarray, *arguments: object) -> None:
-            send.reshape(2, -1)[0, 16] = 0xFF  # "255 bytes to you", more than to anyone
+            send.reshape(2, -1)[0, 40] = 0xFF  # a length of 255, more than the longest
             transfer(send, *arguments)  # type: ignore[arg-type]
 
         comm._transfer = damage  # type: ignore[method-assign]

@@ -164,13 +164,22 @@ def test_one_rank_per_machine_is_the_flat_run() -> None:
 def be_one_machine(rank: Rank) -> None:
     """All on one host: a dense mean, and nothing for the network."""
     run = Run(rank, **CAP)
-    sync = attach_at_once(run.ddp, "topk", density=0.01, local_group="host")
+    with pytest.warns(
+        RuntimeWarning, match=r"found one machine, .* for all 4 ranks: every step is de"
+    ):
+        sync = attach_at_once(run.ddp, "topk", density=0.01, local_group="host")
+    assert "nothing to send" in repr(sync)
     for step in range(3):
         (mean,) = fed(everyones(run.local_gradient(step)), [range(rank.ranks)])
         run.backward(step)
         assert torch.equal(run.mean_gradient(), mean)
         run.optimizer.step()
     assert sync.stats()["bytes_sent"] == 0
+    # The terms of sums to their owners, the sums to the delegate, the mean to all; headings.
+    entries = 4 * sync.stats()["entries"]
+    payload = (3 / 4 + 3) * entries if rank.rank == 0 else (3 / 4 + 1 / 4) * entries
+    assert payload - 100 < sync.stats()["bytes_inside"] < payload + 3000
+    assert f"sent {sync.stats()['bytes_inside']} bytes inside the machine" in repr(sync)
     assert sync.stats()["density"] == 1.0
     assert sync.hint() is None
     assert debts(sync, mean).count_nonzero() == 0
@@ -185,6 +194,28 @@ def be_one_machine(rank: Rank) -> None:
 
 def test_one_machine_averages_densely() -> None:
     group(4).run(be_one_machine)
+
+
+def be_clones(rank: Rank, folder: str) -> None:
+    """Machines that were copied have one name, and boots of their own."""
+    boot = Path(folder) / f"boot of machine {rank.rank // 2}"
+    boot.write_text(f"{rank.rank // 2}\n")
+    run = Run(rank, **CAP)
+    with mock.patch.multiple(connections, _BOOT=boot), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sync = attach_at_once(run.ddp, local_group="host", **SETTINGS[0])
+    run.train(range(2))
+    assert f"machine {rank.rank // 2} of 2" in repr(sync)
+    assert sync.stats()["bytes_sent"] > 0
+
+    missing = Path(folder) / "no such file"  # not Linux: the name must do
+    with mock.patch.multiple(connections, _BOOT=missing), pytest.warns(RuntimeWarning, match="one"):
+        sync = attach_at_once(Run(rank, **CAP).ddp, local_group="host", **SETTINGS[0])
+    assert "machine 0 of 1" in repr(sync)
+
+
+def test_cloned_machines_are_told_apart(tmp_path: Path) -> None:
+    group(4).run(be_clones, str(tmp_path))
 
 
 # ---- DDP as people use it ----------------------------------------------------------------------
@@ -225,10 +256,10 @@ def keep_the_laws(rank: Rank, name: str, machines: Machines) -> None:
             if any("/owed/" in key for key in sync.state_dict()):
                 settled += brought[machine_of(rank, machines)]
             applied = actor.mean().double() * len(machines)
-            assert applied.count_nonzero() > 0
             torch.testing.assert_close(
                 sum(everyones(settled)), applied, rtol=1e-4, atol=1e-6, msg=f"step {step}"
             )
+            assert applied.count_nonzero() > 0
             actor.update()
             assert len({digest(each) for each in everyones(actor.weights())}) == 1
         assert [step["step"] for step in sync.history()] == list(range(6))
@@ -397,7 +428,7 @@ def drop_a_step(rank: Rank) -> str:
 
 def test_a_rank_that_drops_a_step_is_found_out() -> None:
     messages = group(4).run(drop_a_step)
-    assert "inside machine 0" in messages[0] and "calls ahead" in messages[0]
+    assert "inside machine 0" in messages[0] and "different places" in messages[0]
     assert "gave up: WireError" in messages[2]
 
 
@@ -444,7 +475,7 @@ def test_all_ranks_of_a_machine_tell_its_story() -> None:
         assert "% saved" in words
     for member, delegate in ((1, 0), (3, 2)):
         for ours, theirs in zip(answers[member][0], answers[delegate][0], strict=True):
-            keys = ours.keys() - {"seconds", "seconds_waited"}
+            keys = ours.keys() - {"seconds", "seconds_waited", "bytes_inside"}
             assert {key: ours[key] for key in keys} == {key: theirs[key] for key in keys}
     assert "ok_topk, density 0.1, rank 3 of 4, machine 1 of 2, " in answers[3][1]
 
@@ -475,9 +506,9 @@ def test_refusals() -> None:
 # ---- what crosses the network card -------------------------------------------------------------
 
 
-def count_crossings(rank: Rank, hosts: list[str]) -> list[list[int]]:
-    """Bytes that left this rank's host in 4 steps, and that this rank booked: flat, on two levels,
-    and of two ranks that are alone on their hosts."""
+def count_crossings(rank: Rank, hosts: list[str]) -> list[list[tuple[int, int]]]:
+    """Bytes that left this rank's host, and that this rank booked, in each of 4 steps: flat, on two
+    levels, and of two ranks that are alone on their hosts."""
     enter(hosts[rank.rank // 2])
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     everyone, firsts = dist.new_group(range(4)), dist.new_group([0, 2])
@@ -489,14 +520,17 @@ def count_crossings(rank: Rank, hosts: list[str]) -> list[list[int]]:
             run = Run(rank, process_group=ranks)
             sync = attach_at_once(run.ddp, "topk", density=0.05, local_group=local)
             run.train(range(2))
-        dist.barrier()  # on connections that were there before the hosts
-        before = bytes_through(INTERFACE)[0]
-        dist.barrier()
-        if takes_part:
-            run.train(range(2, 6))
-        dist.barrier()
-        seen = bytes_through(INTERFACE)[0] - before
-        counts.append([seen, sum(step["bytes_sent"] for step in sync.history()[2:])])
+        seen = []
+        for step in range(2, 6):
+            dist.barrier()  # on connections that were there before the hosts
+            before = bytes_through(INTERFACE)[0]
+            dist.barrier()
+            if takes_part:
+                run.train(range(step, step + 1))
+            dist.barrier()
+            seen.append(bytes_through(INTERFACE)[0] - before)
+        booked = [step["bytes_sent"] for step in sync.history()[2:6]]
+        counts.append(list(zip(seen, booked, strict=True)))
     return counts
 
 
@@ -507,10 +541,12 @@ def test_one_exchange_crosses_the_network_card() -> None:
         results = processes.run(count_crossings, [host.namespace.path for host in hosts])
         processes.stop()
     for rank in (0, 2):
-        (flat, _), (levels, booked), (pair, _) = results[rank]
-        assert abs(levels - pair) < 0.25 * pair, results[rank]
+        # TCP repeats bytes on a busy machine, so the step with the fewest counts.
+        flat, levels, pair = (min(seen for seen, _ in steps) for steps in results[rank])
+        booked = [booked for _, booked in results[rank][1]]
         assert flat > 2 * levels, results[rank]
-        assert booked < levels < 2 * booked, results[rank]
+        assert min(booked) < levels < 2 * max(booked), results[rank]
+        assert pair < 1.5 * levels and levels < 1.5 * pair, results[rank]
 
 
 # ---- checkpoints -------------------------------------------------------------------------------

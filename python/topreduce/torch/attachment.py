@@ -4,7 +4,7 @@ import re
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from topreduce import Layout, Reducer
 from topreduce.torch.device import GradientDevice, device_of
+from topreduce.torch.eligibility import (
+    REMEDY,
+    check_gloo,
+    check_model,
+    check_parameter,
+    check_type,
+)
 from topreduce.torch.machines import Levels
-from topreduce.torch.process_group import GroupCommunicator
+from topreduce.torch.meeting import refuse
+from topreduce.torch.process_group import GroupCommunicator, timeout_of
+from topreduce.torch.scaling import Scaler
 from topreduce.torch.steps import Steps
-from topreduce.torch.surroundings import Scaler, Surroundings
+from topreduce.torch.surroundings import Surroundings
 from topreduce.torch.sync import Sync, as_setting
 from topreduce.torch.two_levels import on_two_levels
 
@@ -26,8 +35,7 @@ from topreduce.torch.two_levels import on_two_levels
 WARMUP_STEPS = 10
 RAMP_STEPS = 100
 
-_TIMEOUT = timedelta(minutes=5)
-_REMEDY = "wrap the model in a new DistributedDataParallel and attach to that"
+_SCALERS = " (all ranks must give one, GradScaler(enabled=False) where the loss is not scaled)"
 
 
 class _Dispatcher:
@@ -77,7 +85,7 @@ def attach(
     seed: int | None = None,
     scaler: Scaler | None = None,
     local_group: dist.ProcessGroup | str | None = None,
-    timeout: timedelta = _TIMEOUT,
+    timeout: timedelta | None = None,
     **settings: object,
 ) -> Sync:
     """Averages the gradients of `ddp` by `method` from the next backward pass on.
@@ -88,27 +96,32 @@ def attach(
     the density falls geometrically over `ramp_steps` (100). `keep_dense`: patterns such as "*norm*"
     for parameters that are never cut. `scaler`: the GradScaler that multiplies your loss, so that
     what is owed is kept without its factor. `local_group`: the ranks of this rank's machine, as a
-    process group, or "host" for those with the same host name; gradients are then averaged inside
+    process group, or "host" for those of one host name and boot; gradients are then averaged inside
     each machine first, and one rank of each exchanges, and owes. `timeout`: how long to wait for a
-    silent peer.
+    peer that is silent, which may just be busy; None waits as long as the model's process group.
     """
-    _check_type(ddp)
-    dispatcher = _dispatchers.get(ddp)
-    if dispatcher is not None and dispatcher.steps is not None:
-        raise ValueError("this model is attached already: detach() its handle first")
-    given = {
-        "density": density,
-        "granularity": granularity,
-        "values": values,
-        "feedback": feedback,
-        "select": select,
-        "keep_dense": as_setting(keep_dense) or None,
-        "warmup_steps": _or_default(warmup_steps, "warmup_steps", method, WARMUP_STEPS),
-        "ramp_steps": _or_default(ramp_steps, "ramp_steps", method, RAMP_STEPS),
-        "seed": seed,
-        **settings,
-    }
-    patience = timeout if _is_valid(timeout) else _TIMEOUT
+    try:
+        check_type(ddp)
+        check_gloo()
+        dispatcher = _dispatchers.get(ddp)
+        if dispatcher is not None and dispatcher.steps is not None:
+            raise ValueError("this model is attached already: detach() its handle first")
+        given = {
+            "density": density,
+            "granularity": granularity,
+            "values": values,
+            "feedback": feedback,
+            "select": select,
+            "keep_dense": as_setting(keep_dense) or None,
+            "warmup_steps": _or_default(warmup_steps, "warmup_steps", method, WARMUP_STEPS),
+            "ramp_steps": _or_default(ramp_steps, "ramp_steps", method, RAMP_STEPS),
+            "seed": seed,
+            **settings,
+        }
+    except Exception as error:
+        refuse(ddp, error)
+        raise
+    patience = timeout if _is_valid(timeout) else _timeout_of(ddp)
     comm = (
         GroupCommunicator(ddp.process_group, patience)
         if local_group is None
@@ -150,7 +163,7 @@ def _prepare_together(
     ddp: DistributedDataParallel,
     method: str,
     given: dict[str, object],
-    timeout: timedelta,
+    timeout: timedelta | None,
     scaler: object,
 ) -> _Prepared:
     """`_prepare` on all ranks or on none: a rank that refuses leaves nobody waiting."""
@@ -160,7 +173,9 @@ def _prepare_together(
     except Exception as error:
         refusal = error
     try:
-        comm.concur("ready" if refusal is None else f"{type(refusal).__name__}: {refusal}")
+        scaled = "" if scaler is None else f", scaler given{_SCALERS}"
+        ready = f"ready{scaled}"
+        comm.concur(ready if refusal is None else f"{type(refusal).__name__}: {refusal}")
     except ValueError:
         if refusal is None:
             raise
@@ -174,18 +189,19 @@ def _prepare(
     ddp: DistributedDataParallel,
     method: str,
     given: dict[str, object],
-    timeout: timedelta,
+    timeout: timedelta | None,
     scaler: object,
 ) -> _Prepared:
     """Raises what speaks against attaching, on this rank."""
-    if not _is_valid(timeout):
+    if timeout is not None and not _is_valid(timeout):
         raise ValueError(f"timeout must be a positive timedelta, not {timeout!r}")
     if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
         raise ValueError(f"scaler must be a GradScaler, not {type(scaler).__name__}")
+    check_model(ddp)
     if ddp not in _dispatchers:
         hook = ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
         if hook:
-            raise ValueError(f"DDP takes one hook and already has {hook}: {_REMEDY}")
+            raise ValueError(f"DDP takes one hook and already has {hook}: {REMEDY}")
     parameters = _parameters(ddp)
     layout = Layout([(name, _stored_shape(each)) for name, each in parameters.items()])
     settings = {name: value for name, value in given.items() if value is not None}
@@ -199,9 +215,6 @@ def _prepare(
 
 def _parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """Those that DDP reduces, in registration order."""
-    for name, module in ddp.module.named_modules():
-        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
-            raise ValueError(f"{name} has sparse gradients; build it with sparse=False")
     buckets = ddp.reducer._get_zeros_like_grad_buckets()
     reduced = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
     parameters = {}
@@ -210,13 +223,10 @@ def _parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
             parameters[_plain(name)] = parameter
         elif parameter.requires_grad and name not in ddp.parameters_to_ignore:
             raise ValueError(
-                f"{name} was frozen when DDP wrapped it, and never gets a mean: {_REMEDY}"
+                f"{name} was frozen when DDP wrapped it, and never gets a mean: {REMEDY}"
             )
     for name, parameter in parameters.items():
-        if parameter.is_complex():
-            raise ValueError(f"{name} is complex; only real parameters can be compressed")
-        if parameter.is_meta:
-            raise ValueError(f"{name} is on the meta device: give it memory, then wrap the model")
+        check_parameter(name, parameter)
     return parameters
 
 
@@ -241,35 +251,10 @@ def _stored_shape(parameter: torch.Tensor) -> list[int]:
     return [parameter.shape[axis] for axis in axes]
 
 
-def _is_valid(timeout: object) -> bool:
+def _timeout_of(ddp: DistributedDataParallel) -> timedelta:
+    device = next((each.device for each in ddp.parameters()), torch.device("cpu"))
+    return timeout_of(ddp.process_group, device)
+
+
+def _is_valid(timeout: object) -> TypeGuard[timedelta]:
     return isinstance(timeout, timedelta) and timeout > timedelta(0)
-
-
-def _check_type(ddp: object) -> None:
-    if isinstance(ddp, DistributedDataParallel):
-        return
-    kinds = {each.__name__ for each in type(ddp).__mro__}
-    inner = next(
-        (
-            name
-            for name in ("module", "_orig_mod", "_forward_module")
-            if isinstance(getattr(ddp, name, None), DistributedDataParallel)
-        ),
-        None,
-    )
-    if inner is not None:
-        advice = f"attach to the DistributedDataParallel inside it: attach(model.{inner}, ...)"
-    elif kinds & {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}:
-        advice = "it shards its gradients, which is not supported; use DistributedDataParallel"
-    elif isinstance(ddp, torch.nn.Module) and any(each.is_meta for each in ddp.parameters()):
-        advice = (
-            "it is on the meta device; give it memory (to_empty) and values, then wrap it: "
-            "attach(DistributedDataParallel(model), ...)"
-        )
-    elif isinstance(ddp, torch.nn.Module):
-        advice = "wrap it first: attach(DistributedDataParallel(model), ...)"
-    else:
-        advice = "pass the model that DistributedDataParallel returned"
-    raise TypeError(
-        f"attach needs a DistributedDataParallel model, not {type(ddp).__name__}: {advice}"
-    )

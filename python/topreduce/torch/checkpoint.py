@@ -50,7 +50,9 @@ def unpack(saved: Mapping[str, Any], reducer: Reducer, rank: int, ranks: int) ->
     }
     if not own:
         others = {key.split("/")[0] for key in saved if key.startswith("rank") and "/" in key}
-        raise ValueError(f"holds nothing of rank {rank}; it is of {few(others)}")
+        raise ValueError(
+            f"holds nothing of rank {rank}; it is of {few(others)}: every rank loads what it saved"
+        )
     here = _flatten(reducer)
     if isinstance(reducer, Member):  # it may be given the state of its delegate
         own = {key: value for key, value in own.items() if key in here}

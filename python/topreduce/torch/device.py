@@ -34,7 +34,10 @@ class GradientDevice(Device):
         self._close()
 
     def hold(self, numbers: Sequence[int], sizes: Sequence[int], bucket: Tensor) -> None:
-        """The open step's gradients of these parameters lie in `bucket`, one after the other."""
+        """The open step's gradients of these parameters lie in `bucket`, one after the other.
+
+        In any floating type: those of the open exchange alone are copied to fp32.
+        """
         self._gradients.update(zip(numbers, _split(bucket, sizes), strict=True))
 
     def release(self) -> None:
@@ -57,11 +60,12 @@ class GradientDevice(Device):
         self._close()
         self._opened = [self._gradients[number] for number in numbers]
         self._scale = scale
-        self._x = torch.cat(self._opened)
+        sizes = [part.numel() for part in self._opened]
+        self._x = torch.empty(sum(sizes), dtype=torch.float32, device=self.device)
+        self._parts = _split(self._x, sizes)
+        torch._foreach_copy_(self._parts, self._opened)
         if scale != 1:
             self._x *= scale
-        sizes = [part.numel() for part in self._opened]
-        self._parts = _split(self._x, sizes)
         if offsets is not None:
             places = zip(offsets, sizes, strict=True)
             self._bases = [self._owed[start : start + size] for start, size in places]
@@ -98,7 +102,7 @@ class GradientDevice(Device):
             pairs = zip(parts, firsts, strict=True)
             return torch.cat([part[first::stride] for part, first in pairs])
 
-        gradients = every(self._opened)
+        gradients = every(self._opened).float()
         if self._scale != 1:
             gradients = gradients * self._scale
         return self._to_host(every(self._parts)), self._to_host(gradients)

@@ -9,13 +9,16 @@ Everyone talks to everyone only to agree on changes.
 """
 
 import socket
+import warnings
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
 from topreduce import WireError
+from topreduce.torch.heading import Doing
 from topreduce.torch.process_group import Circle, GroupCommunicator
 
 Floats = NDArray[np.float32]
@@ -24,13 +27,17 @@ _PIECE = 1 << 22  # entries that are added up at a time, so that buffers stay sm
 _STEP = 1 << 20  # calls; no step needs as many
 _PATIENCE = 4  # time-outs that ranks wait for their delegate, which waits for the network
 _WORD = "local_group="
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # another one on each machine, and after each boot
 _NOTHING = np.empty(0, np.uint8)
 
 
 class Inside(GroupCommunicator):
     """The ranks of one machine; its rank 0 is the delegate."""
 
+    bytes_inside = 0  # that this rank has sent to others of its machine, in the open step
+
     def start_step(self, step: int) -> None:
+        self.bytes_inside = 0
         # Numbers that no other step has: a rank that dropped a step is found out.
         self._calls = (self._calls // _STEP + 1) * _STEP
         super().start_step(step)
@@ -40,6 +47,20 @@ class Inside(GroupCommunicator):
         if self.size > 1:
             for start in range(0, values.size, _PIECE):
                 self._add_up(values[start : start + _PIECE])
+
+    def hand_out(self, message: NDArray[np.uint8]) -> None:
+        self.bytes_inside += (self.size - 1) * message.size if self.rank == 0 else 0
+        super().hand_out(message)
+
+    def _transfer(
+        self,
+        send: NDArray[np.uint8],
+        out: NDArray[np.uint8],
+        counts: list[int],
+        out_counts: list[int],
+    ) -> None:
+        self.bytes_inside += sum(counts) - counts[self.rank]
+        super()._transfer(send, out, counts, out_counts)
 
     def _add_up(self, values: Floats) -> None:
         """Every rank adds up its part of the entries, and sends the sums to the delegate."""
@@ -70,6 +91,8 @@ class Levels(GroupCommunicator):
             machines = _machines(self.ask(_WORD + _describe(local_group, group)))
             self.ledger = next(i for i, ranks in enumerate(machines) if self.rank in ranks)
             self.ledgers = len(machines)
+            if local_group == "host" and self.ledgers == 1 < self.size:
+                _warn_of_one_machine(self.size)
             ranks = machines[self.ledger]
             name = f"{group.group_name}/machine {ranks}"
             title = f"{self.title}, inside machine {self.ledger}"
@@ -87,15 +110,27 @@ class Levels(GroupCommunicator):
             self.close(f"attach: {error}")
             raise
         self.title += f", machine {self.ledger} of {self.ledgers}"
+        self.all_hear = False  # steps are made in parts
 
     @property
     def calls_in_step(self) -> int:
         return sum(part.calls_in_step for part in self._parts)
 
+    def concur(self, word: str) -> None:
+        """By way of both levels, where ranks that are in a step wait: so they are noticed."""
+        for part in (*self._parts, *self._parts[:1]):
+            part.all_gather(_NOTHING)
+        super().concur(word)
+
     def start_step(self, step: int) -> None:
         for part in self._parts:
             part.start_step(step)
         super().start_step(step)
+
+    def announce(self, doing: Doing, step: int) -> None:
+        for part in self._parts:
+            part.announce(doing, step)
+        super().announce(doing, step)
 
     def trim(self) -> None:
         for part in self._parts:
@@ -111,7 +146,7 @@ class Levels(GroupCommunicator):
 def _describe(local_group: object, group: dist.ProcessGroup) -> str:
     """This rank's machine: its ranks, or its name; or what is wrong with `local_group`."""
     if local_group == "host":
-        return f"host {socket.gethostname()}"
+        return f"host {_this_machine()}"
     if not isinstance(local_group, dist.ProcessGroup):
         return (
             "no group; it must be 'host', or a process group of the ranks of this rank's machine, "
@@ -122,6 +157,22 @@ def _describe(local_group: object, group: dist.ProcessGroup) -> str:
     if not set(mine) <= set(everyone):
         return f"no group; its ranks {mine} are not all in the model's process group {everyone}"
     return str(sorted(everyone.index(rank) for rank in mine))
+
+
+def _this_machine() -> str:
+    """Its name and its boot: machines that were cloned have one name."""
+    boot = _BOOT.read_text().strip() if _BOOT.exists() else "unknown"
+    return f"{socket.gethostname()}, boot {boot}"
+
+
+def _warn_of_one_machine(ranks: int) -> None:
+    warnings.warn(
+        f"local_group='host' found one machine, {_this_machine()}, for all {ranks} ranks: every "
+        "step is dense, nothing is compressed. If they are on several machines, give each rank the "
+        "process group of its own machine instead",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 def _machines(words: list[str]) -> list[list[int]]:

@@ -4,36 +4,36 @@ Every call begins with a round that has room for any message but a long one. Glo
 less than its peer has room for, and ends the process if it is more; so ranks that are at different
 places of their program find out instead of dying:
 
-    [ heading: lengths | the message, unless it is long ]   ->   [ the messages, if one is long ]
+    [ heading | the message, unless it is long ]   ->   [ the messages, if one is long ]
 
-All ranks see all lengths, so all know whether there is a second round.
+All ranks see all headings (heading.py): all know whether there is a second round.
 """
 
-import re
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.constants import default_pg_timeout
 
 from topreduce import CommError, Communicator, WireError
+from topreduce.torch.heading import SIZE, Bytes, Doing, Heading, Place, differences
+from topreduce.torch.meeting import (
+    STORE_PATIENCE,
+    attempt,
+    legible,
+    meet,
+    sendable,
+    with_patience,
+)
+from topreduce.torch.roll_call import RollCall, explain
 
-Bytes = NDArray[np.uint8]
-T = TypeVar("T")
-
-_MAGIC = 0x746F7072656475  # "topredu"
-_HEADING = 4 * 8  # bytes, as int64: magic, number of the call, bytes to you, most bytes to anyone
 _ROOM = 1 << 20  # bytes; a second round takes little beside what is longer
 _SMALL_BUFFER = 1 << 16
-_WORD = b"word:"
-_STORE_PATIENCE = 2.0  # seconds; the machine that holds the store may be the one that died
+_TIMED_OUT = "Timed out"  # in Gloo's words
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,8 @@ class GroupCommunicator(Communicator):
 
     def __init__(self, group: dist.ProcessGroup | Circle, timeout: timedelta) -> None:
         super().__init__(group.rank(), group.size())
-        if not dist.is_gloo_available():
-            raise ValueError(
-                "this PyTorch was built without Gloo, over which bytes travel whatever the backend "
-                "of your process group is: install a build that has it"
-            )
         self._calls = 0
+        self._doing = Doing.ATTACH
         self._step = 0
         self._calls_before_step = 0
         self._told = False
@@ -70,27 +66,35 @@ class GroupCommunicator(Communicator):
         self.title = (
             group.title if isinstance(group, Circle) else f"rank {self.rank} of {self.size}"
         )
+        # Whether an error that all ranks of a call notice reaches all ranks of the model.
+        self.all_hear = not isinstance(group, Circle)
         # What is owed is kept by every rank: this one keeps book `ledger` of `ledgers`.
         self.ledger, self.ledgers = self.rank, self.size
         self._buffers: dict[str, torch.Tensor] = {}
         self._used: dict[str, int] = {}  # bytes of each buffer, at most, since the last `trim`
-        self._headings = [np.empty(_HEADING, np.uint8) for _ in range(self.size)]
-        self._store = _meet(group, timeout)
+        self._headings = [np.empty(SIZE, np.uint8) for _ in range(self.size)]
+        self._store = meet(group, self._names, timeout)
+        self._waiting = RollCall(self._store, self.rank, self._names, timeout, "waited")
         self._gloo: Any = None
         if self.size > 1:
-            self._gloo, failure = _attempt(
+            self._gloo, failure = attempt(
                 lambda: dist.ProcessGroupGloo(self._store, self.rank, self.size, timeout=timeout)
             )
             if failure:
                 raise CommError(f"{self.title}: no connection: {failure}")
 
     def start_step(self, step: int) -> None:
-        """From here on errors name this step, and `calls_in_step` counts."""
-        self._step = step
+        """From here on messages and errors name this step, and `calls_in_step` counts."""
+        self.announce(Doing.STEP, step)
+
+    def announce(self, doing: Doing, step: int) -> None:
+        """What peers are told with the messages that follow."""
+        self._doing, self._step = doing, step
         self._calls_before_step = self._calls
 
     @property
     def calls_in_step(self) -> int:
+        """Since the last announcement, or since all ranks dropped what they were about."""
         return self._calls - self._calls_before_step
 
     def trim(self) -> None:
@@ -113,14 +117,14 @@ class GroupCommunicator(Communicator):
     def concur(self, word: str) -> None:
         """Returns if all ranks came with the same word; otherwise ValueError, on all of them."""
         words = self.ask(word)
-        if any(other != word for other in words):
+        if len(set(words)) > 1:
             by_rank = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(words))
             raise ValueError(f"the ranks differ, so nothing was changed: {by_rank}")
 
     def ask(self, word: str) -> list[str]:
         """The words with which the ranks came, in rank order."""
-        received, counts = self.all_gather(np.frombuffer(_WORD + word.encode(), np.uint8))
-        return [_read(part.tobytes()) for part in np.split(received, np.cumsum(counts)[:-1])]
+        received, counts = self.all_gather(np.frombuffer(sendable(word).encode(), np.uint8))
+        return [legible(part.tobytes()) for part in np.split(received, np.cumsum(counts)[:-1])]
 
     def hand_out(self, message: Bytes) -> None:
         """Replaces `message` by that of rank 0. All know its length, from a call before."""
@@ -132,7 +136,7 @@ class GroupCommunicator(Communicator):
     def close(self, word: str = "") -> None:
         """Leaves. Peers that wait for us fail at once, and find `word` as the reason."""
         if word and not self._told:
-            _with_patience(lambda: self._store.set(f"word/{self.rank}", word))
+            with_patience(lambda: self._store.set(f"word/{self.rank}", sendable(word)))
         self._gloo = None  # the last reference: this closes the connections
 
     def _exchange(
@@ -144,42 +148,44 @@ class GroupCommunicator(Communicator):
         self._calls += 1
         counts = [part.size for part in parts]
         short = [part if part.size <= _ROOM else part[:0] for part in parts]
+        exchange = self._calls - self._calls_before_step if self._doing == Doing.STEP else 0
+        place = Place(self._doing, self._step, exchange)
         for piece, count in zip(self._headings, counts, strict=True):
-            piece.view(np.int64)[:] = (_MAGIC, self._calls, count, max(counts))
+            Heading(self._calls, place, count, max(counts)).write(piece)
         pieces = [piece for pair in zip(self._headings, short, strict=True) for piece in pair]
-        lengths = [_HEADING + part.size for part in short]
+        lengths = [SIZE + part.size for part in short]
         first = self._buffer("first out", sum(lengths))
         np.concatenate(pieces, out=first)
-        room = [_HEADING + _ROOM] * self.size
+        room = [SIZE + _ROOM] * self.size
         room[self.rank] = lengths[self.rank]  # Gloo wants the same of what stays here
         first_in = self._buffer("first in", sum(room))
         self._transfer(first, first_in, lengths, room)
         rows = np.split(first_in, np.cumsum(room)[:-1])
-        incoming, largest = self._lengths([row[:_HEADING].view(np.int64) for row in rows])
+        incoming, largest = self._lengths([Heading.read(row[:SIZE]) for row in rows])
 
         received = self._buffer("received", sum(incoming))
         if largest > _ROOM:
             self._transfer(in_one_piece(), received, counts, incoming)
         else:
-            messages = [row[_HEADING:][:n] for row, n in zip(rows, incoming, strict=True)]
+            messages = [row[SIZE:][:n] for row, n in zip(rows, incoming, strict=True)]
             np.concatenate(messages, out=received)
         return received, incoming
 
-    def _lengths(self, headings: list[NDArray[np.int64]]) -> tuple[list[int], int]:
-        """Bytes from each rank, and the most between any two ranks. Trusts no peer."""
-        incoming, largest = [], 0
-        for peer, (magic, call, count, most) in enumerate(map(np.ndarray.tolist, headings)):
-            name = f"rank {self._names[peer]}"
-            if magic != _MAGIC or not 0 <= count <= most < 1 << 48:
-                raise WireError(f"{self._where()}: a damaged or foreign message from {name}")
-            if call != self._calls:
-                raise WireError(
-                    f"{self._where()}: {name} is {call - self._calls} calls ahead; attach, "
-                    "configure, bypass, resume and backward must come in one order on all ranks"
-                )
-            incoming.append(count)
-            largest = max(largest, most)
-        return incoming, largest
+    def _lengths(self, headings: list[Heading | None]) -> tuple[list[int], int]:
+        """Bytes from each rank, and the most between any two ranks."""
+        heard: list[Heading] = []
+        for name, heading in zip(self._names, headings, strict=True):
+            if heading is None:
+                raise WireError(f"{self._where()}: a damaged or foreign message from rank {name}")
+            heard.append(heading)
+        where, error = self._where(), differences([each.place for each in heard], self._names)
+        ahead = [heading.call - self._calls for heading in heard]
+        if error and self.all_hear and not any(ahead):
+            self._calls_before_step = self._calls  # all of them drop what they were about
+            raise ValueError(f"{where}: {error}")
+        if error or any(ahead):
+            raise WireError(f"{where}: {error or f'ranks are out of step, by {ahead} calls'}")
+        return [heading.length for heading in heard], max(heading.longest for heading in heard)
 
     def _transfer(self, send: Bytes, out: Bytes, counts: list[int], out_counts: list[int]) -> None:
         """One round: counts[r] bytes to rank r, at most out_counts[r] from it."""
@@ -189,12 +195,23 @@ class GroupCommunicator(Communicator):
     def _round(self, action: Callable[[], object]) -> None:
         if self._gloo is None:
             raise CommError(f"{self._where()}: the group is closed")
-        _, failure = _attempt(action)
+        _, failure = attempt(action)
         if failure:
-            words = self._words()
-            self._told = bool(words)  # someone else is the cause: leave the word to them
-            silence = "no rank left a word; one may have died, or the network is down"
-            raise CommError(f"{self._where()}: {failure} ({'; '.join(words) or silence})")
+            raise CommError(f"{self._where()}: {failure} ({self._reason(failure)})")
+
+    def _reason(self, failure: str) -> str:
+        """What peers said; after a time-out, who did not come. Ends the connections."""
+        with_patience(self._waiting.answer)
+        words = self._words()
+        self._told = bool(words)  # someone else is the cause: leave the word to them
+        if _TIMED_OUT in failure and not words:
+            self.close(f"CommError: {failure}")  # peers that wait fail at once, and answer too
+        if any(_TIMED_OUT in each for each in (failure, *words)):
+            patience = self._waiting.patience + STORE_PATIENCE
+            absent = with_patience(self._waiting.absent, patience)
+            words += [explain(absent)] if absent else []
+        silence = "no rank left a word; one may have died, or the network is down"
+        return "; ".join(words) or silence
 
     def _words(self) -> list[str]:
         """What peers said when they gave up."""
@@ -202,12 +219,12 @@ class GroupCommunicator(Communicator):
         def read() -> list[str]:
             keys = {peer: f"word/{peer}" for peer in range(self.size) if peer != self.rank}
             return [
-                f"rank {self._names[peer]} gave up: {self._store.get(key).decode(errors='replace')}"
+                f"rank {self._names[peer]} gave up: {legible(self._store.get(key))}"
                 for peer, key in keys.items()
                 if self._store.check([key])
             ]
 
-        return _with_patience(read) or []
+        return with_patience(read) or []
 
     def _where(self) -> str:
         return f"{self.title}, step {self._step}, exchange {self.calls_in_step}"
@@ -223,48 +240,8 @@ class GroupCommunicator(Communicator):
         return buffer[:size].numpy()
 
 
-def _read(word: bytes) -> str:
-    if not word.startswith(_WORD):
-        return "in the middle of a step"
-    return word.removeprefix(_WORD).decode(errors="replace")
-
-
-def _meet(group: dist.ProcessGroup | Circle, timeout: timedelta) -> Store:
-    """A place of their own for the ranks of `group`, once all of them have come.
-
-    Not dist.new_group: that wants the whole world, or names groups by their ranks, so that the
-    second one with the same ranks finds the addresses of the first.
-    """
-    rank, ranks = group.rank(), group.size()
-    store = PrefixStore(f"topreduce/{group.group_name}", _get_default_store())
-    meetings = f"meetings of rank {rank}"
-    place = PrefixStore(f"meeting {store.add(meetings, 0)}", store)
-    if place.add("here", 1) == ranks:
-        place.set("all here", "")
-    _, failure = _attempt(lambda: place.wait(["all here"], timeout))
-    if failure and place.add("here", -1) < ranks - 1:  # else the last one came just now
-        raise CommError(
-            f"rank {rank} of {ranks}: not all ranks of the model's process group called attach() "
-            f"within {timeout}"
-        )
-    store.add(meetings, 1)
-    return place
-
-
-def _attempt(action: Callable[[], T]) -> tuple[T | None, str]:
-    """The result, or what went wrong in words: an exception would keep the group alive."""
-    try:
-        return action(), ""
-    except RuntimeError as error:
-        # Gloo puts a file name before and advice after what happened.
-        words = re.sub(r"^\[\S*\] | This is typically.*", "", str(error), flags=re.DOTALL)
-        return None, words or type(error).__name__
-
-
-def _with_patience(action: Callable[[], T]) -> T | None:
-    """The result, or None if it failed or takes too long: the store may have died as well."""
-    results: list[T | None] = []
-    thread = threading.Thread(target=lambda: results.append(_attempt(action)[0]), daemon=True)
-    thread.start()
-    thread.join(_STORE_PATIENCE)
-    return results[0] if results else None
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long operations of this group wait, for tensors of this device."""
+    backend, _ = attempt(lambda: group._get_backend(device))
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else default_pg_timeout

@@ -46,7 +46,9 @@ def hint(bucket_bytes: Sequence[int]) -> str | None:
 def cost(stats: Mapping[str, Any], ranks: int) -> str:
     """What the last step sent and waited, beside what a dense one sends (fp32, there and back)."""
     if ranks == 1:
-        return f"nothing to send, waited {stats['seconds_waited']:.4f} s"
+        inside = stats.get("bytes_inside")
+        sent = f"last step sent {inside} bytes inside the machine" if inside else "nothing to send"
+        return f"{sent}, waited {stats['seconds_waited']:.4f} s"
     dense, sent = 8 * stats["entries"] * (ranks - 1) // ranks, stats["bytes_sent"]
     saved = f"{1 - sent / dense:.1%} saved" if dense and stats["rounds"] else "none yet"
     return (

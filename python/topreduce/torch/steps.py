@@ -22,6 +22,7 @@ from torch.futures import Future
 
 from topreduce import CommError, Reducer, StepStats, WireError
 from topreduce.torch.device import GradientDevice
+from topreduce.torch.heading import Doing
 from topreduce.torch.lane import Lane
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.surroundings import Attendance, Surroundings
@@ -63,11 +64,6 @@ class _Bucket:
             self._float32 = self._lane.to_host(self.buffer.float())
         array: NDArray[np.float32] = self._float32.numpy()
         return array
-
-    def on_device(self) -> torch.Tensor:
-        """The same where it lies; to be called while `queued`."""
-        self._float32 = self.buffer.float()
-        return self._float32
 
     def queued(self) -> contextlib.AbstractContextManager[None]:
         """Work on the device, behind what computed the gradient."""
@@ -152,6 +148,11 @@ class Steps:
 
     def settle(self) -> None:
         """Waits for the worker; drops a step whose backward pass the user's code cut short."""
+        if torch._C._current_graph_task_id() != -1:
+            raise ValueError(
+                "called inside backward(), whose step is still open: save, load, change settings "
+                "and detach between steps"
+            )
         if not self._step.over.is_set():
             step = self._step
 
@@ -182,7 +183,8 @@ class Steps:
             except Exception as error:
                 self._reducer.abandon()
                 # A caller's mistake found before anything was sent leaves the peers in step.
-                usable = isinstance(error, ValueError) and self._comm.calls_in_step == 0
+                unsent = self._comm.calls_in_step == 0 and self._comm.all_hear
+                usable = isinstance(error, ValueError) and unsent
                 step.error = error if usable else self.fail(error)
         if bucket.is_last:
             self._complete(step)
@@ -209,17 +211,16 @@ class Steps:
             return self._reducer.add(numbers, bucket.gradient(), bucket.most)
         with bucket.queued():
             sizes = [each.numel() for each in bucket.parameters]
-            self._device.hold(numbers, sizes, bucket.on_device())
+            self._device.hold(numbers, sizes, bucket.buffer)
             self._reducer.add_on_device(numbers, bucket.most)
 
     def _begin(self, number: int, loss_scale: float) -> None:
         self._reducer.abandon()  # a backward pass that the user's code cut short
-        self._comm.start_step(number)
+        self._comm.announce(Doing.LOADED, number)  # only then does begin() send anything
         try:
             self._reducer.begin(self._comm, loss_scale)
         finally:
-            # After a change the ranks compare their settings first. Where they differ all of them
-            # raise, and are still in step.
+            # The ranks compare what they loaded. Where it differs all raise, and are still in step.
             self._comm.start_step(number)
 
     def _lane(self, device: torch.device) -> Lane:

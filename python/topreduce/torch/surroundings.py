@@ -5,18 +5,13 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-_REMEDY = "wrap the model in a new DistributedDataParallel and attach to that"
-
-
-class Scaler(Protocol):
-    """torch.amp.GradScaler, or anything else that multiplies the loss."""
-
-    def get_scale(self) -> float: ...
+from topreduce.torch.eligibility import REMEDY
+from topreduce.torch.scaling import Scaler, ScalerWatch
 
 
 @dataclass(frozen=True)
@@ -44,6 +39,8 @@ class Surroundings:
         self._ddp = weakref.ref(ddp)
         self._frozen = dict(frozen)
         self._scaler = scaler
+        parameters = list(parameters)
+        self._scaler_watch = ScalerWatch(parameters, scaler)
         self._used: set[int] = set()
         self._handles: list[Any] = [
             ddp.module.register_load_state_dict_post_hook(_LoadNotice(weakref.ref(self)))
@@ -83,7 +80,7 @@ class Surroundings:
         if thawed:
             warnings.warn(
                 f"{', '.join(thawed)} was frozen when DDP wrapped the model and is not now: DDP "
-                f"never averages it, so the ranks drift apart; {_REMEDY}",
+                f"never averages it, so the ranks drift apart; {REMEDY}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -101,6 +98,7 @@ class Surroundings:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._scaler_watch.release()
 
 
 class _LoadNotice:

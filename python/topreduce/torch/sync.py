@@ -5,6 +5,7 @@ from typing import Any
 
 from topreduce import Reducer
 from topreduce.torch import checkpoint, report
+from topreduce.torch.heading import Doing
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.steps import Steps
 
@@ -62,15 +63,17 @@ class Sync:
         """
         settings = {name: as_setting(value) for name, value in changes.items()}
         words = ", ".join(f"{name}={value}" for name, value in sorted(settings.items()))
-        self._together(f"configure({words})", lambda: self._reducer.configure(**settings))
+        self._together(
+            Doing.CONFIGURE, f"configure({words})", lambda: self._reducer.configure(**settings)
+        )
 
     def bypass(self) -> None:
         """From the next step on plain dense averages; what is owed waits. Collective."""
-        self._together("bypass()", self._reducer.bypass)
+        self._together(Doing.BYPASS, "bypass()", self._reducer.bypass)
 
     def resume(self) -> None:
         """Ends `bypass`. Collective."""
-        self._together("resume()", self._reducer.resume)
+        self._together(Doing.RESUME, "resume()", self._reducer.resume)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything this rank's next step depends on: tensors, numbers and words by name.
@@ -81,7 +84,10 @@ class Sync:
         return checkpoint.pack(self._reducer, self._comm.ledger, self._comm.ledgers)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict()` was taken; ValueError, with what differs, if it cannot."""
+        """Goes on where `state_dict()` was taken; ValueError, with what differs, if it cannot.
+
+        Every rank must load before the next step, which raises on all of them if one has not.
+        """
         self._steps.settle()
         checkpoint.unpack(state, self._reducer, self._comm.ledger, self._comm.ledgers)
         self._steps.surroundings.debts_are_known()
@@ -92,12 +98,16 @@ class Sync:
         To be called on all ranks between the same steps. Another `attach` may follow.
         """
         if self._attached:
+            self._steps.settle()
             self._attached = False
             owes = self._reducer.step > 0 and self._reducer.state()["entries"]
             self._release("the model was attached before" if owes else "")
             self._steps.surroundings.release()
             self._steps.stop()
-            self._comm.close()
+            self._comm.close(
+                f"detach() before step {self._reducer.step}; call it on all ranks, between the "
+                "same steps"
+            )
 
     def __repr__(self) -> str:
         reducer, comm, hint = self._reducer, self._comm, self.hint()
@@ -115,13 +125,14 @@ class Sync:
         mode = "bypassed" if self._reducer.bypassed else f"density {self._reducer.density:.3g}"
         return f"{self._reducer.spec['method']}, {mode}"
 
-    def _together(self, action: str, change: Callable[[], None]) -> None:
+    def _together(self, doing: Doing, action: str, change: Callable[[], None]) -> None:
         """Changes the reducer if all ranks want this before the same step; else all raise."""
         if not self._attached:
             raise ValueError(f"{action}: this handle is detached; use the one of the last attach")
         if self._steps.broken is not None:
             raise self._steps.broken.with_traceback(None)
         self._steps.settle()
+        self._comm.announce(doing, self._reducer.step)
         try:
             self._comm.concur(f"{action} before step {self._reducer.step}")
             change()  # raises ValueError on all ranks or on none: they agree on all it looks at

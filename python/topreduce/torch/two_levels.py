@@ -133,7 +133,9 @@ class _OnTwoLevels(Reducer):
         return float(heard.copy().view(np.float32).max())
 
     def _told(self, stats: dict[str, Any]) -> Told:
-        return Told({**stats, "seconds": {**stats["seconds"], "inside": self._seconds}})
+        """The machine's, with what this rank spent and sent inside it."""
+        seconds = {**stats["seconds"], "inside": self._seconds}
+        return Told({**stats, "bytes_inside": self._levels.inside.bytes_inside, "seconds": seconds})
 
 
 class Delegate(_OnTwoLevels):

@@ -1,0 +1,128 @@
+"""Where ranks meet before they are connected, and leave words for each other: DDP's store.
+
+A meeting is over once all ranks have come, or one has refused. So a rank that refuses before it
+has a connection leaves nobody waiting:
+
+    meetings of rank <r>                 how many this rank has been to; all ranks count alike
+    meeting <n>/here                     how many have come
+    meeting <n>/outcome                  empty once all are here; or who refused, and why
+"""
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
+
+from topreduce import CommError
+from topreduce.torch.roll_call import RollCall, explain
+
+T = TypeVar("T")
+
+STORE_PATIENCE = 2.0  # seconds; the machine that holds the store may be the one that died
+
+
+class Group(Protocol):
+    """A process group, or some of its ranks."""
+
+    @property
+    def group_name(self) -> str: ...
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+
+def meet(group: Group, names: Sequence[int], timeout: timedelta) -> Store:
+    """A place of their own for the ranks of `group`, once all have come; errors use the `names`.
+
+    Not dist.new_group: that wants the whole world, or names groups by their ranks, so that the
+    second one with the same ranks finds the addresses of the first.
+    """
+    rank, ranks = group.rank(), group.size()
+    store, place = _next_place(group)
+    roll_call = RollCall(place, rank, names, timeout, "came")
+    roll_call.answer()
+    if place.add("here", 1) == ranks:
+        place.set("outcome", "")
+    _, failure = attempt(lambda: place.wait(["outcome"], timeout))
+    if failure and place.add("here", -1) < ranks - 1:  # else the last one came just now
+        absent = roll_call.absent(0)
+        roll_call.withdraw()
+        raise CommError(
+            f"rank {rank} of {ranks}: not all ranks of the model's process group called attach() "
+            f"within {timeout}" + (f" ({explain(absent)})" if absent else "")
+        )
+    store.add(_meetings(rank), 1)
+    refusal = legible(place.get("outcome"))
+    if refusal:
+        raise ValueError(f"nothing was attached, on no rank: {refusal}")
+    return place
+
+
+def refuse(model: object, error: Exception) -> None:
+    """Tells the ranks that meet, or will, why this one does not.
+
+    A model without a process group, so no DDP model, counts as one of the default group.
+    """
+    if not dist.is_initialized():
+        return
+    group = getattr(model, "process_group", None)
+    known = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+    assert known is not None
+
+    def tell() -> None:
+        store, place = _next_place(known)
+        rank = known.rank()
+        place.set("outcome", sendable(f"rank {rank}: {type(error).__name__}: {error}"))
+        store.add(_meetings(rank), 1)
+
+    with_patience(tell)
+
+
+def legible(words: bytes) -> str:
+    """What a peer said, whatever its bytes are: fit for an error text, a log and a terminal."""
+    text = words.decode(errors="backslashreplace")
+    return "".join(
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
+def sendable(words: str) -> str:
+    """Also if they hold what no encoding has, such as half of a pair from a file name."""
+    return words.encode(errors="backslashreplace").decode()
+
+
+def attempt(action: Callable[[], T]) -> tuple[T | None, str]:
+    """The result, or what went wrong in words: an exception would keep the group alive."""
+    try:
+        return action(), ""
+    except RuntimeError as error:
+        # Gloo puts a file name before and advice after what happened.
+        words = re.sub(r"^\[\S*\] | This is typically.*", "", str(error), flags=re.DOTALL)
+        return None, words or type(error).__name__
+
+
+def with_patience(action: Callable[[], T], seconds: float = STORE_PATIENCE) -> T | None:
+    """The result, or None if it failed or takes too long: the store may have died as well."""
+    results: list[T | None] = []
+    thread = threading.Thread(target=lambda: results.append(attempt(action)[0]), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
+
+
+def _next_place(group: Group) -> tuple[Store, Store]:
+    """The group's part of the store, and in it the place of this rank's next meeting."""
+    store = PrefixStore(f"topreduce/{group.group_name}", _get_default_store())
+    number = store.add(_meetings(group.rank()), 0)
+    return store, PrefixStore(f"meeting {number}", store)
+
+
+def _meetings(rank: int) -> str:
+    return f"meetings of rank {rank}"
