@@ -6,6 +6,7 @@ for the next one.
 """
 
 import functools
+import gc
 import importlib
 import inspect
 import multiprocessing
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 NAIVE = "TOPREDUCE_TESTS_NAIVE"  # set: ranks use the attach() of naive.py
 _GRACE = 2.0  # seconds that ranks get to answer once one of them has failed
@@ -114,16 +116,30 @@ def _serve(rank: Rank, port: int, line: Connection) -> None:
         importlib.import_module("topreduce.torch").attach = importlib.import_module("naive").attach
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.ranks)
+    gc.collect()
+    gc.freeze()  # what torch keeps need not be looked at after every case
     while True:
         try:
             module, case, arguments = line.recv()
         except EOFError:
             return
+        _forget_the_last_case()
         try:
             answer = getattr(importlib.import_module(module), case)(rank, *arguments), ""
         except BaseException:
             answer = None, traceback.format_exc()
         line.send(answer)
+
+
+def _forget_the_last_case() -> None:
+    """Every Gloo group has a thread that wakes a hundred times a second, for as long as it lives.
+
+    Not before the next case begins: until then other ranks may still be talking.
+    """
+    for each in list(_world.pg_map):
+        if each is not dist.group.WORLD:
+            dist.destroy_process_group(each)
+    gc.collect()
 
 
 @functools.cache

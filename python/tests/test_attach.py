@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.tensorboard import SummaryWriter
 
 import topreduce.torch
+from topreduce.torch import steps
 
 SPARSE = {
     "topk, model": ("topk", {"granularity": "model"}),
@@ -354,9 +356,10 @@ def test_warm_up_is_dense_and_the_ramp_geometric(ranks: int) -> None:
 
 
 def schedule_by_default(rank: Rank) -> list[float]:
-    run = Run(rank)
-    sync = topreduce.torch.attach(run.ddp, "topk", density=0.01)
-    run.train(range(112))
+    ddp = DistributedDataParallel(Dictated())
+    sync = topreduce.torch.attach(ddp, "topk", density=0.01)
+    for step in range(112):
+        ddp(small_integers(ddp.module, rank.rank, step)).backward()
     return [step["density"] for step in sync.history()]
 
 
@@ -514,13 +517,15 @@ def test_a_copy_of_an_attached_model_is_plain() -> None:
 
 def look_at_the_handle(rank: Rank) -> str:
     ddp = DistributedDataParallel(Dictated())
-    sync = attach(ddp, "topk, model", density=0.01)
+    assert steps._HISTORY == 1000
+    with mock.patch.multiple(steps, _HISTORY=10):
+        sync = attach(ddp, "topk, model", density=0.01)
     assert sync.history() == []
     assert sync.stats()["bytes_sent"] == 0
-    for _ in range(1005):
+    for _ in range(15):
         ddp(small_integers(ddp.module, rank.rank, 0)).backward()
     stats, history = sync.stats(), sync.history()
-    assert [step["step"] for step in history] == list(range(5, 1005))
+    assert [step["step"] for step in history] == list(range(5, 15))
     assert history[-1] == stats
     assert stats["method"] == "topk"
     assert stats["seconds_waited"] > 0

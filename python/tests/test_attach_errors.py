@@ -69,10 +69,13 @@ def break_down(
     return str(failure.value), run.digest()
 
 
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["plain", "static graph"])
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(2, {"static_graph": True}), (3, {})],
+    ids=["2 ranks, static graph", "3 ranks"],
+)
 @pytest.mark.parametrize("healthy", [0, 3])
 @pytest.mark.parametrize("settings", [MODEL, BUCKET], ids=["model", "bucket"])
-@pytest.mark.parametrize("ranks", [2, 3])
 def test_one_broken_rank_stops_all_at_once(
     ranks: int, settings: dict[str, Any], healthy: int, options: dict[str, Any]
 ) -> None:
