@@ -48,7 +48,7 @@ def test_a_race_without_root(tmp_path: Path) -> None:
     entries = rows["dense"]["parameters"]
     assert dense < 4.5 * entries, "two ranks send one copy each, and headers"
     assert max(rows["dense"]["bytes_sent"]) > 4 * entries
-    assert max(rows["noop"]["bytes_sent"]) < 2000
+    assert min(rows["noop"]["bytes_sent"]) < 2000
     assert 2000 < ours < 0.05 * dense
     assert rows[labels[-1]]["stages"]["look"] > 0
     assert "<svg" in (tmp_path / "report.html").read_text()
