@@ -97,7 +97,7 @@ double contraction(double m, double r) {
   return (1 - 1 / (2 * r)) / (1 + 2 * std::sqrt(std::log(m) / r) + 2 * std::log(m) / r);
 }
 
-TEST(ArcTopK, KeepsWhatOurBoundPromises) {
+TEST(ArcTopKQuality, KeepsWhatOurBoundPromises) {
   for (const Matrix& matrix : {Matrix(gaussian), Matrix(log_normal), Matrix(adversarial)}) {
     for (const std::size_t r : {1u, 2u, 4u, 16u}) {
       for (const std::size_t k : {1u, 13u}) {
@@ -112,7 +112,7 @@ TEST(ArcTopK, KeepsWhatOurBoundPromises) {
 }
 
 // Simulated apart from this library; a random choice would keep 0.203.
-TEST(ArcTopK, KeepsAsMuchAsInTheSimulation) {
+TEST(ArcTopKQuality, KeepsAsMuchAsInTheSimulation) {
   const std::size_t sketches[] = {1, 2, 4, 16};
   const double no_structure[] = {0.211, 0.214, 0.219, 0.231};
   const double scaled_rows[] = {0.661, 0.741, 0.795, 0.829};

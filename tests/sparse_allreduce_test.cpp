@@ -261,7 +261,7 @@ TEST(OkTopk, ExactStepsDeliverTheExactTopK) {
 
 // Between exact steps counts stay near the budget; when the scale of gradients jumps they are
 // bounded, and what is delivered does not dry up.
-TEST(OkTopk, CountsFollowTheBudget) {
+TEST(OkTopkCounts, FollowTheBudget) {
   constexpr std::size_t kFew = 20'000;
   constexpr double few = kFew / 100;
   for (const char* granularity : {"model", "bucket"}) {

@@ -7,6 +7,9 @@
 
 namespace topreduce::select {
 
+inline constexpr double kFarOff = 2;       ///< counts beyond this factor of the budget are far off
+inline constexpr double kSteepness = 0.3;  ///< threshold ~ budget^-0.3, when that itself changes
+
 /// The most that each parameter may send, so that a stale threshold cannot send everything: one
 /// entry (as far as half the budget goes), twice its recent share of the budget, and the rest of
 /// three budgets by size. While no threshold is known, one budget without the recent shares; all

@@ -19,7 +19,6 @@
 namespace topreduce::select {
 namespace {
 
-constexpr double kFarOff = 2;  // counts beyond this factor of the budget are far off
 constexpr double kLeastBias = 0x1p-64;
 
 class Carried final : public Selector {

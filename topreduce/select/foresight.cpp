@@ -11,7 +11,6 @@ namespace topreduce::select {
 namespace {
 
 constexpr std::size_t kSampleSize = 1 << 17;
-constexpr double kSteepness = 0.3;  // threshold ~ budget^-0.3, when the budget itself changes
 constexpr float kNever = std::numeric_limits<float>::infinity();
 
 }  // namespace

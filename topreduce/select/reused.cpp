@@ -25,9 +25,6 @@
 namespace topreduce::select {
 namespace {
 
-constexpr double kFarOff = 2;       // counts beyond this factor of the budget are far off
-constexpr double kSteepness = 0.3;  // threshold ~ budget^-0.3, when the budget itself changes
-
 struct Control {
   std::uint64_t period;
   double low, high, factor;

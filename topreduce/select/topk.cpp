@@ -17,7 +17,6 @@
 namespace topreduce::select {
 namespace {
 
-constexpr std::size_t kSampleSize = 1 << 16;
 constexpr double kLeastSlack = 0.03, kMostSlack = 0.5;
 
 class TopK final : public Selector {
@@ -51,6 +50,8 @@ class TopK final : public Selector {
   }
 
  private:
+  static constexpr std::size_t kSampleSize = 1 << 16;
+
   void look(const Pending& pending, kernels::Seen& seen) {
     const std::size_t k = budget_.entries;
     if (k >= budget_.model) return collect(pending, kNonZero, seen);
