@@ -8,6 +8,7 @@ import torch.distributed as dist
 from processes import Rank, group
 
 from topreduce import CommError, WireError
+from topreduce.torch.heading import SIZE, Doing, Heading, Place
 from topreduce.torch.process_group import GroupCommunicator
 
 
@@ -141,3 +142,23 @@ def leave(rank: Rank) -> None:
 
 def test_a_rank_that_leaves_says_why() -> None:
     group(3).run(leave)
+
+
+def test_no_heading_asks_for_more_memory_than_the_model_needs() -> None:
+    heading = Heading(1, Place(Doing.STEP, 1, 1), 5000, 5000)
+    data = np.empty(SIZE, np.uint8)
+    heading.write(data)
+    assert Heading.read(data, 5000) == heading
+    assert Heading.read(data, 4999) is None
+
+
+def claim_too_much(rank: Rank) -> None:
+    comm = connect()
+    comm.all_gather(np.zeros(10, np.uint8))
+    comm.most_bytes = LIMIT
+    with pytest.raises(WireError, match="damaged or foreign"):
+        comm.all_gather(np.zeros(2 * LIMIT if rank.rank == 1 else 10, np.uint8))
+
+
+def test_a_peer_that_claims_too_much_is_refused() -> None:
+    group(2).run(claim_too_much)

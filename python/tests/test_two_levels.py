@@ -26,6 +26,7 @@ from topreduce.lab.cluster import INTERFACE, cluster, obstacle
 from topreduce.lab.namespaces import bytes_through, enter
 from topreduce.torch import CommError, Sync, WireError, lane
 from topreduce.torch import machines as connections
+from topreduce.torch.two_levels import on_two_levels
 
 Machines = Sequence[Sequence[int]]
 TWO_BY_TWO: Machines = [[0, 1], [2, 3]]
@@ -608,3 +609,22 @@ def state(sync: Sync) -> torch.Tensor:
 )
 def test_resume_is_exact(settings: dict[str, Any], tmp_path: Path) -> None:
     group(4).run(interrupted, settings, str(tmp_path))
+
+
+def hand_over_in_another_order(rank: Rank) -> None:
+    """Buckets of equal size are no identity, inside a machine either."""
+    world = dist.group.WORLD
+    levels = connections.Levels(world, dist.new_group([0, 1]), timedelta(seconds=20))
+    layout = topreduce.Layout([("a", (8,)), ("b", (8,))])
+    reducer = on_two_levels(levels, layout, "topk", {})
+    reducer.begin(levels)
+    order = [0, 1] if rank.rank == 0 else [1, 0]
+    gradients = [np.full(8, 1.0 + 99 * number, np.float32) for number in order]
+    reducer.add([order[0]], gradients[0])
+    with pytest.raises(WireError, match="the same buckets in the same order"):
+        reducer.add([order[1]], gradients[1])
+    levels.close()
+
+
+def test_another_order_inside_a_machine_is_refused() -> None:
+    group(2).run(hand_over_in_another_order)

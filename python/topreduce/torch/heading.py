@@ -18,7 +18,6 @@ Bytes = NDArray[np.uint8]
 SIZE = 7 * 8  # bytes
 
 _MAGIC = 0x746F7072656476  # "topredv"
-_LONGEST = 1 << 48  # bytes
 
 
 class Doing(IntEnum):
@@ -66,10 +65,10 @@ class Heading(NamedTuple):
         out.view(np.int64)[:] = (_MAGIC, self.call, *self.place, self.length, self.longest)
 
     @staticmethod
-    def read(data: Bytes) -> "Heading | None":
-        """None if no heading of ours can look like this. Trusts no peer."""
+    def read(data: Bytes, most: int) -> "Heading | None":
+        """None if no heading of ours can look like this: no message is longer than `most`."""
         magic, call, doing, step, exchange, length, longest = data.view(np.int64).tolist()
-        sane = 0 <= doing < len(Doing) and 0 <= length <= longest < _LONGEST
+        sane = 0 <= doing < len(Doing) and 0 <= length <= longest <= most
         if magic != _MAGIC or not sane:
             return None
         return Heading(call, Place(Doing(doing), step, exchange), length, longest)

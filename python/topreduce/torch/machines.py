@@ -137,6 +137,11 @@ class Levels(GroupCommunicator):
             part.trim()
         super().trim()
 
+    def allow_for(self, entries: int) -> None:
+        for part in self._parts:
+            part.allow_for(entries)
+        super().allow_for(entries)
+
     def close(self, word: str = "") -> None:
         for part in self._parts:
             part.close(word)

@@ -31,8 +31,10 @@ from topreduce.torch.meeting import (
 )
 from topreduce.torch.roll_call import RollCall, explain
 
+ANY_TEXT = 1 << 26  # bytes: what ranks compare before they know each other's models
 _ROOM = 1 << 20  # bytes; a second round takes little beside what is longer
 _SMALL_BUFFER = 1 << 16
+_BYTES_AN_ENTRY = 16  # value and index, at their longest, and room for headers
 _TIMED_OUT = "Timed out"  # in Gloo's words
 
 
@@ -70,6 +72,8 @@ class GroupCommunicator(Communicator):
         self.all_hear = not isinstance(group, Circle)
         # What is owed is kept by every rank: this one keeps book `ledger` of `ledgers`.
         self.ledger, self.ledgers = self.rank, self.size
+        # Of one message: peers are not trusted with how much memory they are given.
+        self.most_bytes = ANY_TEXT
         self._buffers: dict[str, torch.Tensor] = {}
         self._used: dict[str, int] = {}  # bytes of each buffer, at most, since the last `trim`
         self._headings = [np.empty(SIZE, np.uint8) for _ in range(self.size)]
@@ -133,6 +137,10 @@ class GroupCommunicator(Communicator):
             tensor = torch.from_numpy(message)
             self._round(lambda: self._gloo.broadcast(tensor, 0).wait())
 
+    def allow_for(self, entries: int) -> None:
+        """Messages may be as long as all gradients of a model with so many entries need."""
+        self.most_bytes = ANY_TEXT + _BYTES_AN_ENTRY * entries
+
     def close(self, word: str = "") -> None:
         """Leaves. Peers that wait for us fail at once, and find `word` as the reason."""
         if word and not self._told:
@@ -161,7 +169,9 @@ class GroupCommunicator(Communicator):
         first_in = self._buffer("first in", sum(room))
         self._transfer(first, first_in, lengths, room)
         rows = np.split(first_in, np.cumsum(room)[:-1])
-        incoming, largest = self._lengths([Heading.read(row[:SIZE]) for row in rows])
+        incoming, largest = self._lengths(
+            [Heading.read(row[:SIZE], self.most_bytes) for row in rows]
+        )
 
         received = self._buffer("received", sum(incoming))
         if largest > _ROOM:

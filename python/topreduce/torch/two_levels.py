@@ -12,6 +12,7 @@ A member that is lost after the vote misses the mean; all others have it, and st
 
 import json
 import time
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ class _OnTwoLevels(Reducer):
         self._scale, self._own = 1.0, np.float32(1.0)
         self._missing = 0  # parameters that the open step still waits for
         self._gradients: list[Floats] = []
+        self._added: list[int] = []  # parameters, in the order they came
         self._attendance = self._note((), "present", "ranks")
         self._seconds = 0.0  # for the open step, inside the machine
         self.resume()
@@ -72,6 +74,7 @@ class _OnTwoLevels(Reducer):
         self._own = np.float32(loss_scale / self._scale if loss_scale else 1.0)
         self._missing = self._parameters
         self._gradients.clear()
+        self._added.clear()
         self._attendance = self._note((), "present", "ranks")
         self._seconds = 0.0
 
@@ -96,6 +99,7 @@ class _OnTwoLevels(Reducer):
         started = time.perf_counter()
         inside = self._levels.inside
         self._gradients.append(gradient)
+        self._added.extend(parameters)
         self._missing -= len(parameters)
         with np.errstate(all="ignore"):  # what is not finite is for the vote
             if self._own != 1:
@@ -103,12 +107,23 @@ class _OnTwoLevels(Reducer):
             inside.add_up(gradient)
         notes = None
         if self._missing == 0:
-            received, _ = inside.all_gather(self._attendance)
+            received, _ = inside.all_gather(np.append(self._attendance, self._order()))
             notes = received.reshape(inside.size, -1).copy()
+            if len({note[-4:].tobytes() for note in notes}) > 1:
+                raise WireError(
+                    f"step {self.step}: the ranks of a machine hand over different parameters; all "
+                    "must add the same buckets in the same order"
+                )
+            notes = notes[:, :-4]
             if len(set(notes[:, 0] & _BY_PRESENT)) > 1:
                 raise ValueError("the ranks differ in what sums are divided by, inside a machine")
         self._seconds += time.perf_counter() - started
         return notes
+
+    def _order(self) -> NDArray[np.uint8]:
+        """A fingerprint of the parameters of this step, in the order they came."""
+        numbers = np.array(self._added, np.int64)
+        return np.array([zlib.crc32(numbers.tobytes())], np.uint32).view(np.uint8)
 
     def _hand_out(self) -> None:
         """Every rank gets the delegate's gradients."""
