@@ -17,7 +17,7 @@ ROWS = {
 # Nothing is owed there, so that it does not matter whose place it is kept at.
 CONTROLS = {
     "test_attach.py": "test_density_one_is_plain_ddp and 2 and (dense or randk)",
-    "test_amp.py": "test_scales_that_differ_and_no_scale",
+    "test_amp.py": "test_amp and density_one_is_plain_ddp",
     "test_ddp.py": "tied_parameters",
 }
 # What a rank was at when it raised: a comparison, and no mistake of naive.py.
@@ -51,7 +51,7 @@ def run_naively(folder: Path) -> dict[str, str]:
 
 
 def is_control(test: str) -> bool:
-    words = ("density_one_is_plain_ddp", "scales_that_differ", "tied_parameters")
+    words = ("density_one_is_plain_ddp", "tied_parameters")
     return any(word in test for word in words)
 
 
