@@ -38,9 +38,7 @@ struct Parcel {
   }
 
   /// Whether a mean may be too large for a caller.
-  bool narrow() const {
-    return std::ranges::any_of(segments, &Segment::narrow);
-  }
+  bool narrow() const { return std::ranges::any_of(segments, &Segment::narrow); }
 
   /// Tells apart what exchanges are about: equal sizes do not make equal parameters.
   std::uint32_t contents() const {

@@ -45,8 +45,8 @@ class TOPREDUCE_API Reducer {
   void agree(Communicator& comm);
 
   /// Opens a step. `loss_scale`: gradients come multiplied by it, and so does the mean; what is
-  /// owed is kept without it. 0 on a rank that does not know it, because it has run out of data, and
-  /// takes that of the others. Where `most` of `add` matters it must be the same on all ranks.
+  /// owed is kept without it. 0 on a rank that does not know it, because it has run out of data,
+  /// and takes that of the others. Where `most` of `add` matters it must be the same on all ranks.
   void begin(Communicator& comm, float loss_scale = 1);
 
   /// Hands over the gradients of some parameters (numbers in the layout), one after the other in
