@@ -15,12 +15,6 @@
 namespace topreduce::laws {
 namespace {
 
-double energy_of(std::span<const float> values) {
-  double energy = 0;
-  for (const float x : values) energy += static_cast<double>(x) * x;
-  return energy;
-}
-
 Layout matrix_model(std::size_t rows, std::size_t columns) {
   return Layout({{"weight", {rows, columns}}});
 }

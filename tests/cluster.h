@@ -112,6 +112,13 @@ inline float newest_scale(const Reducer& reducer) {
   return static_cast<float>(feedback_number(reducer, "eta", 1 + momentum));
 }
 
+/// The sum of squares.
+inline double energy_of(std::span<const float> values) {
+  double energy = 0;
+  for (const float x : values) energy += static_cast<double>(x) * x;
+  return energy;
+}
+
 // ---- comparing ---------------------------------------------------------------------------------
 
 inline testing::AssertionResult same_bits(std::span<const float> got, std::span<const float> want) {

@@ -13,7 +13,7 @@
 namespace topreduce::laws {
 namespace {
 
-constexpr std::size_t n = 1'000'000, k = 1000;
+constexpr std::size_t kPlaces = 1'000'000, kWanted = 1000;
 
 using Draw = std::function<double(std::size_t, std::mt19937&)>;
 
@@ -53,7 +53,7 @@ const Shape kShapes[] = {
      351},
     {"layers",
      [](std::size_t i, std::mt19937& rng) {
-       return normal(rng) * std::pow(10, -3 * static_cast<double>(i * 50 / n) / 49);
+       return normal(rng) * std::pow(10, -3 * static_cast<double>(i * 50 / kPlaces) / 49);
      },
      22, 1.31, -1, -1},
     {"log_normal",
@@ -73,8 +73,8 @@ const Shape kShapes[] = {
 
 Floats vector_of(const Shape& shape) {
   std::mt19937 rng(1);
-  Floats values(n);
-  for (std::size_t i = 0; i < n; ++i) values[i] = static_cast<float>(shape.draw(i, rng));
+  Floats values(kPlaces);
+  for (std::size_t i = 0; i < kPlaces; ++i) values[i] = static_cast<float>(shape.draw(i, rng));
   return values;
 }
 
@@ -97,7 +97,7 @@ double chosen(const std::string& select, const Floats& values, const char* densi
 // on, which heavy tails leave uncertain.
 void expect_count(const char* what, double got, double want) {
   if (want < 0) return;
-  EXPECT_NEAR(got, want, 0.02 + 0.25 * want + 4 * std::sqrt(want / k)) << what;
+  EXPECT_NEAR(got, want, 0.02 + 0.25 * want + 4 * std::sqrt(want / kWanted)) << what;
 }
 
 class Rules : public testing::TestWithParam<Shape> {};
@@ -143,18 +143,18 @@ std::vector<double> ordered_squares(const Floats& values) {
 
 /// Share of the energy that the top k leave behind.
 double left_behind(const std::vector<double>& squares) {
-  const double kept = std::accumulate(squares.begin(), squares.begin() + k, 0.0);
+  const double kept = std::accumulate(squares.begin(), squares.begin() + kWanted, 0.0);
   return 1 - kept / std::accumulate(squares.begin(), squares.end(), 0.0);
 }
 
-constexpr double kShare = static_cast<double>(k) / n;
+constexpr double kShare = static_cast<double>(kWanted) / kPlaces;
 constexpr double kBound = (1 - kShare) * (1 - kShare);
 
 // The premise: ordered squares lie below the line from the largest to zero. The proof needs no
 // more: then the tail holds at most the triangle's share.
 bool below_the_line(const std::vector<double>& squares) {
   for (std::size_t i = 0; i < squares.size(); ++i) {
-    if (squares[i] > 1 - static_cast<double>(i) / n + 1e-9) return false;
+    if (squares[i] > 1 - static_cast<double>(i) / kPlaces + 1e-9) return false;
   }
   return true;
 }
@@ -162,10 +162,10 @@ bool below_the_line(const std::vector<double>& squares) {
 /// Means over a hundred stretches, whose falls must become smaller.
 bool convex(const std::vector<double>& squares) {
   std::vector<double> means;
-  for (std::size_t i = 0; i < n; i += n / 100) {
-    means.push_back(std::accumulate(squares.begin() + static_cast<std::ptrdiff_t>(i),
-                                    squares.begin() + static_cast<std::ptrdiff_t>(i + n / 100),
-                                    0.0));
+  for (std::size_t i = 0; i < kPlaces; i += kPlaces / 100) {
+    means.push_back(
+        std::accumulate(squares.begin() + static_cast<std::ptrdiff_t>(i),
+                        squares.begin() + static_cast<std::ptrdiff_t>(i + kPlaces / 100), 0.0));
   }
   for (std::size_t i = 2; i < means.size(); ++i) {
     if (means[i] - means[i - 1] < means[i - 1] - means[i - 2] - 1e-4 * means[0]) return false;

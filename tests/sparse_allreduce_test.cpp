@@ -121,7 +121,7 @@ double busiest(int ranks, const std::string& spec, const std::function<Floats(in
   return most;
 }
 
-constexpr double k = kEntries / 100;
+constexpr double kBudget = kEntries / 100;
 
 // ---- ok_topk: what moves -----------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ constexpr double k = kEntries / 100;
 // and to find the k-th sum takes a little more.
 TEST(OkTopk, MovesAtMostThreeKPairs) {
   for (const int ranks : {4, 8}) {
-    const double bound = 3 * k * (ranks - 1) / ranks;
+    const double bound = 3 * kBudget * (ranks - 1) / ranks;
     const std::string exact = spec_of("ok_topk", ",period=1,tau=1");
     for (const int steps : {1, 2, 5}) {
       const double moved = busiest(ranks, exact, tenth, steps);
@@ -157,7 +157,7 @@ double busiest_split(int ranks, const std::string& spec) {
       gradients_of(ranks, 0, tenth), one_bucket(cluster[0].layout()), 1, [&](Communicator& comm) {
         return std::make_unique<CountingSplit>(comm, most[static_cast<std::size_t>(comm.rank())]);
       });
-  return *std::ranges::max_element(most) / k;
+  return *std::ranges::max_element(most) / kBudget;
 }
 
 // The same, simulated apart from this library: regions of equal width leave the busiest with 7.0 k
@@ -301,14 +301,14 @@ TEST(OkTopkCounts, FollowTheBudget) {
 // The sum is that of gather; where it fills up, in far fewer bytes, and never in more than dense
 // sums would take.
 TEST(TopkDsa, SwitchesToDense) {
-  constexpr int kRanks = 8;
+  const int ranks = 8;
   for (const char* density : {"0.01", "0.5"}) {
     const std::string settings = std::string(":granularity=model,values=fp32,density=") + density;
-    Cluster gather(kRanks, one_parameter(20'000), "topk" + settings);
-    Cluster split(kRanks, one_parameter(20'000), "topk_dsa" + settings);
+    Cluster gather(ranks, one_parameter(20'000), "topk" + settings);
+    Cluster split(ranks, one_parameter(20'000), "topk_dsa" + settings);
     for (int s = 0; s < 2; ++s) {
       const auto gradients = gradients_of(
-          kRanks, s, [](int r, int step) { return heavy_tailed(r, step, one_parameter(20'000)); });
+          ranks, s, [](int r, int step) { return heavy_tailed(r, step, one_parameter(20'000)); });
       const auto expected = gather.step(gradients, one_bucket(one_parameter(20'000)));
       const auto outcomes = split.step(gradients, one_bucket(one_parameter(20'000)));
       for (std::size_t r = 0; r < outcomes.size(); ++r) {
@@ -334,15 +334,15 @@ TEST(GTopk, TrafficIsThatOfATree) {
     const auto outcomes =
         cluster.step(gradients_of(ranks, 0, tenth), one_bucket(cluster[0].layout()));
     const auto entry = find_exchange("gtopk");
-    const auto cost =
-        entry.make({"gtopk", entry.settings, {}}, cluster[0].layout())->cost(k, kEntries, ranks);
+    const auto cost = entry.make({"gtopk", entry.settings, {}}, cluster[0].layout())
+                          ->cost(kBudget, kEntries, ranks);
     const StepStats& root = outcomes[0].stats;
     EXPECT_EQ(root.rounds, cost.rounds);
-    EXPECT_EQ(root.delivered, static_cast<std::uint64_t>(k));
+    EXPECT_EQ(root.delivered, static_cast<std::uint64_t>(kBudget));
     EXPECT_GE(static_cast<double>(root.bytes_sent), 4 * cost.values + 0.5 * cost.indices);
     EXPECT_LE(static_cast<double>(root.bytes_sent), 4 * cost.values + 2 * cost.indices + 48 * 8);
-    EXPECT_GE(static_cast<double>(outcomes[1].stats.bytes_sent), 4.5 * k);
-    EXPECT_LE(static_cast<double>(outcomes[1].stats.bytes_sent), 6 * k + 48);
+    EXPECT_GE(static_cast<double>(outcomes[1].stats.bytes_sent), 4.5 * kBudget);
+    EXPECT_LE(static_cast<double>(outcomes[1].stats.bytes_sent), 6 * kBudget + 48);
   }
 }
 

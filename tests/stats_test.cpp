@@ -16,12 +16,6 @@ namespace {
 
 constexpr std::uint64_t kHeader = wire::kHeaderBytes;
 
-double energy_of(std::span<const float> values) {
-  double energy = 0;
-  for (const float x : values) energy += static_cast<double>(x) * x;
-  return energy;
-}
-
 std::string exchange_of(const Reducer& reducer) {
   return parse_spec(reducer.spec().settings.at("exchange")).name;
 }

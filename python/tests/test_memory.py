@@ -34,7 +34,7 @@ class Columns(nn.Module):
 
 def full_precision() -> dict[int, Any]:
     """The memory that tensors in fp32 hold, by address."""
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
     storages = [each.untyped_storage() for each in tensors if each.dtype == torch.float32]
     return {each.data_ptr(): each for each in storages}
 
