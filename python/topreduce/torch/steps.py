@@ -55,7 +55,8 @@ class _Bucket:
         self.parameters = bucket.parameters()
         self.is_first = bucket.index() == 0
         self.is_last = bucket.is_last()
-        self.most = torch.finfo(self.buffer.dtype).max  # what DDP's memory can hold of a mean
+        # What DDP's memory can hold of a mean that is computed in fp32.
+        self.most = min(torch.finfo(each).max for each in (self.buffer.dtype, torch.float32))
         self._float32 = self.buffer
 
     def gradient(self) -> NDArray[np.float32]:
