@@ -18,6 +18,7 @@ class Fingerprint {
     return *this;
   }
 
+  std::uint64_t long_value() const { return hash_; }
   std::uint32_t value() const { return static_cast<std::uint32_t>(hash_ ^ hash_ >> 32); }
 
  private:

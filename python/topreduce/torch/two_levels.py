@@ -219,7 +219,10 @@ class Member(_OnTwoLevels):
 
     def finish(self) -> Told:  # type: ignore[override]
         heard, counts = self._levels.inside.all_gather(np.empty(0, np.uint8))
-        news = json.loads(heard[: counts[0]].tobytes())
+        try:
+            news = json.loads(heard[: counts[0]].tobytes())
+        except ValueError as error:
+            raise WireError(f"step {self.step}: the delegate's message is no JSON") from error
         self._hand_out()
         self._rescale(news["unit"])
         self.skip_to(news["next"])
