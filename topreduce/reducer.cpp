@@ -146,6 +146,7 @@ void Reducer::Inside::begin(Communicator& communicator, float scale) {
     throw std::invalid_argument("begin: loss_scale must be a positive number, not " +
                                 std::to_string(scale));
   }
+  communicator.enter({comm::Place::Kind::step, step});
   comm = &communicator;
   traffic_before = comm->traffic();
   knows_scale = scale > 0;
@@ -347,7 +348,7 @@ void Reducer::Inside::finish() {
     running.finite = courier.vote() != Vote::no && fits_callers();
     running.finite ? commit() : spoil();
   }
-  const comm::Traffic& traffic = comm->traffic();
+  const comm::Traffic traffic = comm->traffic();
   running.bytes_sent = traffic.bytes_sent - traffic_before.bytes_sent;
   running.bytes_received = traffic.bytes_received - traffic_before.bytes_received;
   running.rounds = traffic.rounds - traffic_before.rounds;
@@ -432,6 +433,7 @@ void Reducer::Inside::spoil() {
 }
 
 void Reducer::Inside::abandon() noexcept {
+  if (comm != nullptr) comm->leave();
   comm = nullptr;
 }
 
@@ -446,6 +448,7 @@ Reducer::Reducer(Reducer&&) noexcept = default;
 Reducer& Reducer::operator=(Reducer&&) noexcept = default;
 
 void Reducer::agree(Communicator& comm) {
+  comm.enter({comm::Place::Kind::agree, inside_->step});
   expect_same_text(comm, "step " + std::to_string(inside_->step) + "\n" + inside_->description);
   inside_->agreed_ranks = comm.size();
 }

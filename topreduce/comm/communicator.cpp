@@ -1,15 +1,23 @@
 #include "topreduce/comm/communicator.h"
 
 #include <algorithm>
+#include <array>
 #include <cassert>
+#include <chrono>
 #include <cstring>
 #include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 namespace topreduce::comm {
 namespace {
+
+constexpr std::uint32_t kCollective = 0xffffffff;  // the exchange that collectives belong to
+
+// How long a wait keeps its core busy before it naps between looks, where nobody wakes it.
+constexpr std::chrono::microseconds kSpin(100), kNap(20);
 
 // Stops at the largest number instead of wrapping round to a small one.
 std::size_t total(std::span<const std::size_t> counts) {
@@ -23,53 +31,179 @@ std::size_t total(std::span<const std::size_t> counts) {
   throw CommError(std::string(call) + " on rank " + std::to_string(comm.rank()) + ": " + what);
 }
 
-// A transport may be the user's own: what it delivers is checked before anyone relies on it.
-void check_inbox(const char* call, const Communicator& comm, std::size_t own, const Inbox& inbox) {
-  const auto ranks = static_cast<std::size_t>(comm.size());
-  if (inbox.counts.size() != ranks) {
-    fail(call, comm,
-         "the transport delivered " + std::to_string(inbox.counts.size()) + " counts for " +
-             std::to_string(ranks) + " ranks");
-  }
-  if (total(inbox.counts) != inbox.bytes.size()) {
-    fail(call, comm,
-         "the transport delivered " + std::to_string(inbox.bytes.size()) + " bytes, but counts " +
-             std::to_string(total(inbox.counts)));
-  }
-  const std::size_t returned = inbox.counts[static_cast<std::size_t>(comm.rank())];
-  if (returned != own) {
-    fail(call, comm,
-         "the transport returned " + std::to_string(returned) + " of this rank's own " +
-             std::to_string(own) + " bytes");
-  }
-}
-
 void check_part(const char* call, const Communicator& comm, std::size_t from, std::size_t expected,
-                const Inbox& inbox) {
-  if (inbox.counts[from] == expected) return;
+                std::size_t came) {
+  if (came == expected) return;
   fail(call, comm,
-       "rank " + std::to_string(from) + " sent " + std::to_string(inbox.counts[from]) +
-           " bytes where " + std::to_string(expected) +
-           " were expected; the length must be the same on every rank");
-}
-
-void book(Traffic& traffic, std::size_t sent, std::size_t received) {
-  traffic.bytes_sent += sent;
-  traffic.bytes_received += received;
-  ++traffic.rounds;
+       "rank " + std::to_string(from) + " sent " + std::to_string(came) + " bytes where " +
+           std::to_string(expected) + " were expected; the length must be the same on every rank");
 }
 
 }  // namespace
 
 std::span<const std::byte> Inbox::from(int rank) const {
-  assert(rank >= 0 && static_cast<std::size_t>(rank) < counts.size());
+  assert(rank >= 0 && at(rank) < counts.size());
   const auto start = std::accumulate(counts.begin(), counts.begin() + rank, std::size_t{0});
-  return std::span(bytes).subspan(start, counts[static_cast<std::size_t>(rank)]);
+  return std::span(bytes).subspan(start, counts[at(rank)]);
+}
+
+Communicator::Communicator(int rank, int size, std::shared_ptr<Mailbox> mailbox)
+    : rank_(rank), size_(size), mailbox_(std::move(mailbox)) {
+  if (size < 1 || rank < 0 || rank >= size) {
+    throw std::invalid_argument("communicator: rank " + std::to_string(rank) + " of " +
+                                std::to_string(size) + " does not exist");
+  }
+  if (!mailbox_) mailbox_ = std::make_shared<Mailbox>(size);
+  outgoing_.resize(at(size));
+}
+
+// ---- messages ----------------------------------------------------------------------------------
+
+void Communicator::enter(const Place& place) {
+  for (Outgoing& peer : outgoing_) peer.stream.clear();  // of a part that was broken off
+  mailbox_->enter(place);
+  collectives_ = 0;
+  sent_ = false;
+}
+
+void Communicator::leave() noexcept {
+  for (Outgoing& peer : outgoing_) peer.stream.clear();
+  if (!sent_ && mailbox_->epoch() > 0) mailbox_->leave();
+  sent_ = true;  // there is no earlier one to take back
+}
+
+void Communicator::post(int peer, const Tag& tag, std::span<const std::byte> head,
+                        std::span<const std::byte> bytes) {
+  assert(peer != rank_ && peer >= 0 && peer < size_);
+  Bytes& stream = outgoing_[at(peer)].stream;
+  make_room(stream, stream.size() + 32 + head.size() + bytes.size());
+  const std::size_t before = stream.size();
+  append_varint(stream, tag.exchange);
+  append_varint(stream, tag.round);
+  append_varint(stream, head.size() + bytes.size());
+  stream.insert(stream.end(), head.begin(), head.end());
+  stream.insert(stream.end(), bytes.begin(), bytes.end());
+  traffic_.bytes_sent += stream.size() - before;
+  ++traffic_.messages;
+}
+
+void Communicator::flush() {
+  for (int peer = 0; peer < size_; ++peer) {
+    Outgoing& to = outgoing_[at(peer)];
+    std::span<const std::byte> rest = to.stream;
+    while (!rest.empty()) {
+      const std::size_t count = std::min(rest.size(), frame_limit() - Mailbox::kFrameHead);
+      make_room(frame_, Mailbox::kFrameHead + count);
+      frame_.resize(Mailbox::kFrameHead + count);
+      write_frame_head(mailbox_->epoch(), mailbox_->place(), frame_.data());
+      std::ranges::copy(rest.first(count), frame_.begin() + Mailbox::kFrameHead);
+      send_frame(peer, frame_);
+      traffic_.bytes_sent += Mailbox::kFrameHead;
+      rest = rest.subspan(count);
+      sent_ = true;
+      to.epoch = mailbox_->epoch();
+    }
+    to.stream.clear();
+  }
+}
+
+void Communicator::poll() {
+  receive_frames();
+  mailbox_->check(rank_);
+  if (mailbox_->differs()) compare_places();
+}
+
+void Communicator::wait_for_any(std::uint64_t seen) {
+  using Clock = std::chrono::steady_clock;
+  flush();
+  if (mailbox_->version() != seen) return;
+  if (!receive_frames()) return mailbox_->wait(seen);
+  const auto impatient = Clock::now() + kSpin;
+  while (mailbox_->version() == seen) {
+    if (Clock::now() >= impatient) std::this_thread::sleep_for(kNap);
+    receive_frames();
+  }
+}
+
+// Some peer is somewhere else. All ranks tell all others where they are, so that all of them know,
+// and drop what they were about; after that they are in step again.
+void Communicator::compare_places() {
+  std::array<std::byte, Mailbox::kFrameHead> frame;
+  write_frame_head(mailbox_->epoch(), mailbox_->place(), frame.data());
+  for (int peer = 0; peer < size_; ++peer) {
+    outgoing_[at(peer)].stream.clear();
+    if (peer == rank_ || outgoing_[at(peer)].epoch == mailbox_->epoch()) continue;
+    send_frame(peer, frame);
+    outgoing_[at(peer)].epoch = mailbox_->epoch();
+  }
+  sent_ = true;
+  for (;;) {
+    const std::uint64_t seen = mailbox_->version();
+    receive_frames();
+    if (mailbox_->heard_all(rank_)) break;
+    wait_for_any(seen);
+  }
+  throw std::invalid_argument(
+      "rank " + std::to_string(rank_) +
+      ": the ranks are at different places of the program: " + mailbox_->places(rank_) +
+      ". Make the same calls on all ranks, in the same order; load states of the same step on all");
+}
+
+Traffic Communicator::traffic() const {
+  Traffic traffic = traffic_;
+  traffic.bytes_received = mailbox_->bytes_received();
+  return traffic;
+}
+
+// ---- collectives -------------------------------------------------------------------------------
+
+Tag Communicator::next_collective() {
+  return {kCollective, collectives_++};
+}
+
+// Sends part_for(r) to every rank r; all bytes that came, in rank order, into `inbox`. Every
+// message starts with the call that it belongs to.
+template <class PartFor>
+void Communicator::gather(Call call, PartFor&& part_for, Inbox& inbox) {
+  static constexpr std::array<const char*, 5> kNames = {"", "all_to_all", "all_gather", "broadcast",
+                                                        "barrier"};
+  if (size_ > 1) ++traffic_.rounds;
+  const Tag tag = next_collective();
+  const auto head = static_cast<std::byte>(call);
+  for (int turn = 1; turn < size_; ++turn) {  // not everyone to the same rank at once
+    const int peer = (rank_ + turn) % size_;
+    expect(tag, peer);
+    post(peer, tag, {&head, 1}, part_for(peer));
+  }
+  wait(tag, at(size_ - 1));
+  inbox.counts.clear();
+  std::size_t bytes = 0;
+  const auto own = part_for(rank_);
+  for (int r = 0; r < size_; ++r) {
+    const std::size_t came = r == rank_ ? own.size() + 1 : message(tag, r).size();
+    if (came == 0 || (r != rank_ && message(tag, r)[0] != head)) {
+      const auto other = came == 0 ? 0 : static_cast<std::size_t>(message(tag, r)[0]);
+      const std::string name = other < kNames.size() ? kNames[other] : "something else";
+      release(tag);
+      throw CommError("ranks differ: rank " + std::to_string(rank_) + " called " +
+                      kNames[static_cast<std::size_t>(call)] + " while rank " + std::to_string(r) +
+                      " called " + name);
+    }
+    inbox.counts.push_back(came - 1);
+    bytes += came - 1;
+  }
+  make_room(inbox.bytes, bytes);
+  inbox.bytes.resize(bytes);
+  auto next = inbox.bytes.begin();
+  for (int r = 0; r < size_; ++r) {
+    next = std::ranges::copy(r == rank_ ? own : message(tag, r).subspan(1), next).out;
+  }
+  release(tag);
 }
 
 void Communicator::all_to_all(std::span<const std::byte> send, std::span<const std::size_t> counts,
                               Inbox& inbox) {
-  if (counts.size() != static_cast<std::size_t>(size())) {
+  if (counts.size() != at(size())) {
     throw std::invalid_argument("all_to_all: " + std::to_string(counts.size()) + " counts for " +
                                 std::to_string(size()) + " ranks");
   }
@@ -78,19 +212,18 @@ void Communicator::all_to_all(std::span<const std::byte> send, std::span<const s
                                 ", but there are " + std::to_string(send.size()) +
                                 " bytes to send");
   }
-  const std::size_t own = counts[static_cast<std::size_t>(rank())];
-  do_all_to_all(send, counts, inbox);
-  check_inbox("all_to_all", *this, own, inbox);
-  if (size() > 1) book(traffic_, send.size() - own, inbox.bytes.size() - own);
+  gather(
+      Call::all_to_all,
+      [&](int peer) {
+        const auto start = std::accumulate(counts.begin(), counts.begin() + peer, std::size_t{0});
+        return send.subspan(start, counts[at(peer)]);
+      },
+      inbox);
 }
 
 void Communicator::all_gather(std::span<const std::byte> mine, Inbox& inbox) {
-  do_all_gather(mine, inbox);
-  check_inbox("all_gather", *this, mine.size(), inbox);
-  if (size() > 1) {
-    book(traffic_, mine.size() * static_cast<std::size_t>(size() - 1),
-         inbox.bytes.size() - mine.size());
-  }
+  gather(
+      Call::all_gather, [&](int) { return mine; }, inbox);
 }
 
 void Communicator::broadcast(std::span<std::byte> bytes, int root) {
@@ -99,12 +232,14 @@ void Communicator::broadcast(std::span<std::byte> bytes, int root) {
                                 " is not a rank from 0 to " + std::to_string(size() - 1));
   }
   if (size() == 1) return;
-  do_broadcast(bytes, root);
-  if (rank() == root) {
-    book(traffic_, bytes.size() * static_cast<std::size_t>(size() - 1), 0);
-  } else {
-    book(traffic_, 0, bytes.size());
+  // Everyone sends, so that ranks with other roots or lengths find out.
+  const std::span<const std::byte> mine = rank() == root ? bytes : std::span<std::byte>();
+  gather(
+      Call::broadcast, [&](int) { return mine; }, scratch_);
+  for (std::size_t r = 0; r < at(size()); ++r) {
+    check_part("broadcast", *this, r, r == at(root) ? bytes.size() : 0, scratch_.counts[r]);
   }
+  if (rank() != root) std::ranges::copy(scratch_.from(root), bytes.begin());
 }
 
 // Every rank adds up one part of the values and hands the sum round.
@@ -116,16 +251,16 @@ void Communicator::broadcast(std::span<std::byte> bytes, int root) {
 // Two rounds; each rank sends 2 (P - 1) / P of its values, like a ring.
 void Communicator::all_reduce(std::span<float> values) {
   if (size() == 1) return;
-  const auto ranks = static_cast<std::size_t>(size());
+  const auto ranks = at(size());
   const auto start = [&](std::size_t part) { return values.size() * part / ranks; };
   counts_.resize(ranks);
   for (std::size_t r = 0; r < ranks; ++r) counts_[r] = (start(r + 1) - start(r)) * sizeof(float);
 
-  const auto me = static_cast<std::size_t>(rank());
+  const auto me = at(rank());
   const auto mine = values.subspan(start(me), start(me + 1) - start(me));
   all_to_all(std::as_bytes(values), counts_, scratch_);
   for (std::size_t r = 0; r < ranks; ++r) {
-    check_part("all_reduce", *this, r, counts_[me], scratch_);
+    check_part("all_reduce", *this, r, counts_[me], scratch_.counts[r]);
   }
   std::ranges::copy(scratch_.from(0), std::as_writable_bytes(mine).begin());
   for (std::size_t r = 1; r < ranks; ++r) {
@@ -139,28 +274,15 @@ void Communicator::all_reduce(std::span<float> values) {
 
   all_gather(std::as_bytes(mine), scratch_);
   for (std::size_t r = 0; r < ranks; ++r) {
-    check_part("all_reduce", *this, r, counts_[r], scratch_);
+    check_part("all_reduce", *this, r, counts_[r], scratch_.counts[r]);
   }
   std::ranges::copy(scratch_.bytes, std::as_writable_bytes(values).begin());
 }
 
 void Communicator::barrier() {
   if (size() == 1) return;
-  do_barrier();
-  book(traffic_, 0, 0);
-}
-
-void Communicator::do_broadcast(std::span<std::byte> bytes, int root) {
-  const std::span<const std::byte> mine = rank() == root ? bytes : std::span<std::byte>();
-  do_all_gather(mine, scratch_);
-  check_inbox("broadcast", *this, mine.size(), scratch_);
-  check_part("broadcast", *this, static_cast<std::size_t>(root), bytes.size(), scratch_);
-  if (rank() != root) std::ranges::copy(scratch_.from(root), bytes.begin());
-}
-
-void Communicator::do_barrier() {
-  do_all_gather({}, scratch_);
-  check_inbox("barrier", *this, 0, scratch_);
+  gather(
+      Call::barrier, [](int) { return std::span<const std::byte>(); }, scratch_);
 }
 
 }  // namespace topreduce::comm

@@ -2,10 +2,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
 #include "topreduce/api.h"
+#include "topreduce/comm/mailbox.h"
 #include "topreduce/errors.h"
 #include "topreduce/storage.h"
 
@@ -15,7 +17,8 @@ namespace topreduce::comm {
 struct Traffic {
   std::uint64_t bytes_sent = 0;
   std::uint64_t bytes_received = 0;
-  std::uint64_t rounds = 0;  ///< collectives that every rank had to wait for
+  std::uint64_t messages = 0;  ///< sent
+  std::uint64_t rounds = 0;    ///< collectives that every rank had to wait for
 };
 
 /// Bytes from every rank, in rank order, in one buffer that is reused from call to call.
@@ -26,14 +29,58 @@ struct TOPREDUCE_API Inbox {
   std::span<const std::byte> from(int rank) const;
 };
 
-/// Moves bytes between ranks; knows nothing of gradients. Calls are collective and in the same
-/// order on every rank. A failed call throws CommError on every rank that can still be reached.
+/// Moves bytes between ranks; knows nothing of gradients. One thread at a time.
+///
+/// Below, messages from one rank to another, which wait for nobody: many can be under way, and what
+/// is posted to a rank before `flush` travels together. Above, collectives, which all ranks call in
+/// the same order. A peer that is gone is a CommError; ranks that are at different places of the
+/// program get std::invalid_argument, all of them, and may go on.
 class TOPREDUCE_API Communicator {
  public:
   virtual ~Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
 
-  virtual int rank() const = 0;
-  virtual int size() const = 0;
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+  // ---- messages ----
+
+  /// Starts another part of the program: messages of the last one that are still under way are
+  /// dropped on arrival. All ranks must enter the same places in the same order.
+  void enter(const Place& place);
+  /// Takes the last `enter` back if nothing was sent since.
+  void leave() noexcept;
+
+  /// Sends `head` and then `bytes` as one message to another rank. Both may change at once.
+  virtual void post(int peer, const Tag& tag, std::span<const std::byte> head,
+                    std::span<const std::byte> bytes);
+  void flush();
+
+  /// Says that this rank waits for a message of `peer`; until it is there, losing the peer is an
+  /// error.
+  void expect(const Tag& tag, int peer) { mailbox_->expect(tag, peer); }
+  std::size_t arrived(const Tag& tag) const { return mailbox_->arrived(tag); }
+  /// One that has arrived, until `release`.
+  std::span<const std::byte> message(const Tag& tag, int peer) const {
+    return mailbox_->message(tag, peer);
+  }
+  void release(const Tag& tag) { mailbox_->release(tag); }
+
+  /// Takes in what has come, without waiting.
+  void poll();
+  /// Sends what was posted, and waits until `count` messages of `tag` are here; any number of
+  /// others may come in between, and `came` is called whenever some did.
+  template <class Came>
+  void wait(const Tag& tag, std::size_t count, Came&& came);
+  void wait(const Tag& tag, std::size_t count) {
+    wait(tag, count, [] {});
+  }
+  /// Sends what was posted, and waits until anything comes.
+  void wait_for_any(std::uint64_t seen);
+  std::uint64_t version() const { return mailbox_->version(); }
+
+  // ---- collectives ----
 
   /// Sends the first counts[0] bytes of `send` to rank 0, the next counts[1] to rank 1, and so on.
   /// Parts may be empty and of different lengths.
@@ -53,21 +100,57 @@ class TOPREDUCE_API Communicator {
   /// Returns once every rank has called it.
   void barrier();
 
-  const Traffic& traffic() const { return traffic_; }
+  Traffic traffic() const;
+  Mailbox& mailbox() { return *mailbox_; }
 
  protected:
-  // What a transport implements. The base class checks arguments, counts, and short-cuts one rank.
-  virtual void do_all_to_all(std::span<const std::byte> send, std::span<const std::size_t> counts,
-                             Inbox& inbox) = 0;
-  virtual void do_all_gather(std::span<const std::byte> mine, Inbox& inbox) = 0;
-  virtual void do_broadcast(std::span<std::byte> bytes, int root);  ///< default: an all_gather
-  virtual void do_barrier();                                        ///< default: an all_gather
+  Communicator(int rank, int size, std::shared_ptr<Mailbox> mailbox = nullptr);
+
+  // What a transport implements: frames from rank to rank, in order, each whole or not at all.
+
+  /// Starts to send a frame of at most `frame_limit` bytes; it may change once this returns. Waits
+  /// for nobody, unless more is under way than memory should hold.
+  virtual void send_frame(int peer, std::span<const std::byte> frame) = 0;
+  /// Passes frames that have come to `mailbox().accept`. A transport whose frames are passed on by
+  /// other threads does nothing, and says so by returning false.
+  virtual bool receive_frames() { return false; }
+  virtual std::size_t frame_limit() const { return std::size_t{1} << 30; }
 
  private:
+  friend class Decorator;
+  enum class Call : std::uint8_t { all_to_all = 1, all_gather, broadcast, barrier };
+
+  void compare_places();
+  template <class PartFor>
+  void gather(Call call, PartFor&& part_for, Inbox& inbox);
+  Tag next_collective();
+
+  int rank_, size_;
+  std::shared_ptr<Mailbox> mailbox_;
+  struct Outgoing {
+    Bytes stream;
+    std::uint32_t epoch = 0;  // of the last frame
+  };
+  std::vector<Outgoing> outgoing_;  // by peer
+  bool sent_ = false;               // anything in this epoch
+  Bytes frame_;
   Traffic traffic_;
+  std::uint32_t collectives_ = 0;  // of this epoch
   Inbox scratch_;
   std::vector<std::size_t> counts_;  // all_reduce: bytes of each rank's part
 };
+
+template <class Came>
+void Communicator::wait(const Tag& tag, std::size_t count, Came&& came) {
+  flush();
+  for (;;) {
+    const std::uint64_t seen = version();
+    poll();
+    came();
+    if (arrived(tag) >= count) return;
+    wait_for_any(seen);
+  }
+}
 
 }  // namespace topreduce::comm
 

@@ -1,0 +1,331 @@
+#include "topreduce/comm/mailbox.h"
+
+#include <algorithm>
+#include <cassert>
+
+#include "topreduce/errors.h"
+#include "topreduce/wire/little_endian.h"
+
+namespace topreduce::comm {
+namespace {
+
+using wire::load;
+using wire::store;
+
+constexpr std::uint16_t kMagic = 0x5054;  // "TP"
+constexpr std::uint8_t kVersion = 4;
+constexpr std::uint8_t kLastKind = static_cast<std::uint8_t>(Place::Kind::step);
+constexpr std::size_t kLeastRoom = 4096;  // bytes: short messages of any length share their memory
+
+// Reads a number and moves on; false if the bytes end first.
+bool read_varint(std::span<const std::byte>& bytes, std::uint64_t& number) {
+  number = 0;
+  for (std::size_t i = 0; i < bytes.size() && i < 9; ++i) {
+    number |= static_cast<std::uint64_t>(bytes[i] & std::byte{0x7f}) << 7 * i;
+    if ((bytes[i] & std::byte{0x80}) == std::byte{0}) {
+      bytes = bytes.subspan(i + 1);
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
+std::string to_string(const Place& place) {
+  const std::string step = std::to_string(place.step);
+  switch (place.kind) {
+    case Place::Kind::start: return "before its first call";
+    case Place::Kind::attach: return "attach()";
+    case Place::Kind::agree:
+      return "the first step after settings or a state changed, step " + step;
+    case Place::Kind::configure: return "configure() before step " + step;
+    case Place::Kind::bypass: return "bypass() before step " + step;
+    case Place::Kind::resume: return "resume() before step " + step;
+    case Place::Kind::step: return "step " + step;
+  }
+  return "an unknown call";
+}
+
+void append_varint(Bytes& out, std::uint64_t number) {
+  for (; number >= 0x80; number >>= 7) out.push_back(static_cast<std::byte>(number | 0x80));
+  out.push_back(static_cast<std::byte>(number));
+}
+
+void write_frame_head(std::uint32_t epoch, const Place& place, std::byte* out) {
+  store(out, epoch);
+  store(out + 4, kMagic);
+  store(out + 6, kVersion);
+  store(out + 7, static_cast<std::uint8_t>(place.kind));
+  store(out + 8, place.step);
+}
+
+Mailbox::Mailbox(int ranks) : peers_(at(ranks)) {}
+
+// ---- whoever receives --------------------------------------------------------------------------
+
+void Mailbox::accept(int peer, std::span<const std::byte> frame) {
+  const std::lock_guard lock(mutex_);
+  Peer& from = peers_[at(peer)];
+  if (from.lost) return;
+  bytes_received_ += frame.size();
+  ++version_;
+  changed_.notify_all();
+  if (frame.size() < kFrameHead || load<std::uint16_t>(frame.data() + 4) != kMagic) {
+    return lose_locked(peer, Loss::damaged, "a frame that is none of topreduce's");
+  }
+  const auto version = load<std::uint8_t>(frame.data() + 6),
+             kind = load<std::uint8_t>(frame.data() + 7);
+  if (version != kVersion || kind > kLastKind) {
+    return lose_locked(peer, Loss::damaged,
+                       "a frame of version " + std::to_string(version) + ", this is version " +
+                           std::to_string(kVersion));
+  }
+  const auto epoch = load<std::uint32_t>(frame.data());
+  if (epoch < from.epoch || (from.open && epoch != from.epoch)) {
+    return lose_locked(peer, Loss::damaged, "a frame out of order");
+  }
+  from.epoch = epoch;
+  const Place place{static_cast<Place::Kind>(kind), load<std::uint64_t>(frame.data() + 8)};
+  if (epoch >= epoch_ && (from.places.empty() || from.places.back().first != epoch)) {
+    from.places.emplace_back(epoch, place);
+  }
+  read(peer, frame.subspan(kFrameHead));
+}
+
+void Mailbox::read(int peer, std::span<const std::byte> stream) {
+  Peer& from = peers_[at(peer)];
+  while (!stream.empty() || (from.open && from.missing == 0)) {
+    if (!from.open) {
+      std::uint64_t exchange, round, bytes;
+      if (!read_varint(stream, exchange) || !read_varint(stream, round) ||
+          !read_varint(stream, bytes) || (exchange | round) >> 32 != 0) {
+        return lose_locked(peer, Loss::damaged, "a message without a head");
+      }
+      from.tag = {static_cast<std::uint32_t>(exchange), static_cast<std::uint32_t>(round)};
+      from.missing = static_cast<std::size_t>(bytes);
+      from.open = true;
+      from.stale = from.epoch < epoch_;
+      from.target = nullptr;
+      if (!from.stale) {
+        Slot& slot = find_or_make(from.epoch, from.tag);
+        if (slot.here[at(peer)] != 0) {
+          return lose_locked(peer, Loss::damaged, "the same message twice");
+        }
+        from.target = &slot.bytes[at(peer)];
+        from.target->clear();
+        // Not more than what came so far: a length is only a claim.
+        from.target->reserve(std::max(kLeastRoom, std::min(from.missing, stream.size())));
+      }
+    }
+    const std::size_t count = std::min(from.missing, stream.size());
+    if (from.target != nullptr && count > 0) {
+      make_room(*from.target, from.target->size() + count);
+      from.target->insert(from.target->end(), stream.begin(),
+                          stream.begin() + static_cast<std::ptrdiff_t>(count));
+    }
+    stream = stream.subspan(count);
+    from.missing -= count;
+    if (from.missing == 0) finish_message(peer);
+  }
+}
+
+void Mailbox::finish_message(int peer) {
+  Peer& from = peers_[at(peer)];
+  from.open = false;
+  if (from.target == nullptr) return;
+  Slot& slot = *find(from.epoch, from.tag);
+  slot.here[at(peer)] = 1;
+  ++slot.count;
+  if (slot.expected[at(peer)] != 0) {
+    slot.expected[at(peer)] = 0;
+    --from.expected;
+  }
+}
+
+void Mailbox::lose(int peer, Loss loss, const std::string& why) {
+  const std::lock_guard lock(mutex_);
+  lose_locked(peer, loss, why);
+}
+
+void Mailbox::lose_locked(int peer, Loss loss, const std::string& why) {
+  Peer& from = peers_[at(peer)];
+  if (from.lost) return;
+  from.lost = true;
+  from.loss = loss;
+  from.why = why;
+  ++version_;
+  changed_.notify_all();
+  wanted_.notify_all();
+}
+
+int Mailbox::next_expected(int last) {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    if (closed_) return -1;
+    const int ranks = static_cast<int>(peers_.size());
+    for (int i = 1; i <= ranks; ++i) {
+      const int peer = (last + i) % ranks;
+      if (peers_[at(peer)].expected > 0 && !peers_[at(peer)].lost) return peer;
+    }
+    wanted_.wait(lock);
+  }
+}
+
+void Mailbox::close() {
+  const std::lock_guard lock(mutex_);
+  closed_ = true;
+  ++version_;
+  wanted_.notify_all();
+  changed_.notify_all();
+}
+
+// ---- the rank itself ---------------------------------------------------------------------------
+
+void Mailbox::enter(const Place& place) {
+  const std::lock_guard lock(mutex_);
+  before_ = std::exchange(place_, place);
+  ++epoch_;
+  for (Peer& peer : peers_) {
+    peer.expected = 0;
+    if (peer.open && peer.epoch < epoch_) peer.target = nullptr;  // the rest of it is dropped
+    std::erase_if(peer.places, [&](const auto& heard) { return heard.first < epoch_; });
+  }
+  for (const auto& slot : slots_) {
+    if (slot->used && slot->epoch < epoch_) drop(*slot);
+  }
+}
+
+void Mailbox::leave() {
+  const std::lock_guard lock(mutex_);
+  place_ = before_;
+  --epoch_;
+  for (Peer& peer : peers_) peer.expected = 0;
+  for (const auto& slot : slots_) std::ranges::fill(slot->expected, char{0});
+}
+
+void Mailbox::expect(const Tag& tag, int peer) {
+  const std::lock_guard lock(mutex_);
+  Slot& slot = find_or_make(epoch_, tag);
+  if (slot.here[at(peer)] != 0 || slot.expected[at(peer)] != 0) return;
+  slot.expected[at(peer)] = 1;
+  if (peers_[at(peer)].expected++ == 0) wanted_.notify_all();
+}
+
+std::size_t Mailbox::arrived(const Tag& tag) const {
+  const std::lock_guard lock(mutex_);
+  const Slot* slot = find(epoch_, tag);
+  return slot == nullptr ? 0 : slot->count;
+}
+
+std::span<const std::byte> Mailbox::message(const Tag& tag, int peer) const {
+  const std::lock_guard lock(mutex_);
+  const Slot* slot = find(epoch_, tag);
+  assert(slot != nullptr && slot->here[at(peer)] != 0);
+  return slot->bytes[at(peer)];
+}
+
+void Mailbox::release(const Tag& tag) {
+  const std::lock_guard lock(mutex_);
+  if (Slot* slot = find(epoch_, tag)) drop(*slot);
+}
+
+std::uint64_t Mailbox::version() const {
+  const std::lock_guard lock(mutex_);
+  return version_;
+}
+
+void Mailbox::wait(std::uint64_t seen) {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return version_ != seen; });
+}
+
+void Mailbox::check(int rank) const {
+  const std::lock_guard lock(mutex_);
+  for (std::size_t r = 0; r < peers_.size(); ++r) {
+    const Peer& peer = peers_[r];
+    if (!peer.lost || peer.expected == 0) continue;
+    const std::string text = "rank " + std::to_string(rank) + ", " + to_string(place_) +
+                             ": from rank " + std::to_string(r) + ": " + peer.why;
+    if (peer.loss == Loss::damaged) throw WireError(text);
+    throw CommError(text);
+  }
+}
+
+bool Mailbox::differs() const {
+  const std::lock_guard lock(mutex_);
+  return std::ranges::any_of(peers_, [&](const Peer& peer) {
+    const Place* place = place_of(peer);
+    return place != nullptr && *place != place_;
+  });
+}
+
+const Place* Mailbox::place_of(const Peer& peer) const {
+  for (const auto& [epoch, place] : peer.places) {
+    if (epoch == epoch_) return &place;
+  }
+  return nullptr;
+}
+
+bool Mailbox::heard_all(int rank) const {
+  const std::lock_guard lock(mutex_);
+  for (std::size_t r = 0; r < peers_.size(); ++r) {
+    if (r != at(rank) && peers_[r].epoch < epoch_ && !peers_[r].lost) return false;
+  }
+  return true;
+}
+
+std::string Mailbox::places(int rank) const {
+  const std::lock_guard lock(mutex_);
+  std::string text;
+  for (std::size_t r = 0; r < peers_.size(); ++r) {
+    const Place* place = r == at(rank) ? &place_ : place_of(peers_[r]);
+    text += (r > 0 ? "; rank " : "rank ") + std::to_string(r) + ": " +
+            (place != nullptr ? to_string(*place) : "not heard of");
+  }
+  return text;
+}
+
+std::uint64_t Mailbox::bytes_received() const {
+  const std::lock_guard lock(mutex_);
+  return bytes_received_;
+}
+
+Mailbox::Slot* Mailbox::find(std::uint32_t epoch, const Tag& tag) const {
+  for (const auto& slot : slots_) {
+    if (slot->used && slot->tag == tag && slot->epoch == epoch) return slot.get();
+  }
+  return nullptr;
+}
+
+Mailbox::Slot& Mailbox::find_or_make(std::uint32_t epoch, const Tag& tag) {
+  if (Slot* slot = find(epoch, tag)) return *slot;
+  const auto spare = std::ranges::find_if(slots_, [](const auto& slot) { return !slot->used; });
+  const bool none = spare == slots_.end();
+  if (none) {
+    auto made = std::make_unique<Slot>();
+    made->bytes.resize(peers_.size());
+    made->here.assign(peers_.size(), 0);
+    made->expected.assign(peers_.size(), 0);
+    slots_.push_back(std::move(made));
+  }
+  Slot& slot = none ? *slots_.back() : **spare;
+  slot.used = true;
+  slot.epoch = epoch;
+  slot.tag = tag;
+  return slot;
+}
+
+void Mailbox::drop(Slot& slot) {
+  slot.used = false;
+  slot.count = 0;
+  std::ranges::fill(slot.here, char{0});
+  for (std::size_t r = 0; r < peers_.size(); ++r) {
+    if (slot.expected[r] != 0 && slot.epoch == epoch_) --peers_[r].expected;
+    slot.expected[r] = 0;
+    Peer& peer = peers_[r];
+    if (peer.open && peer.target == &slot.bytes[r]) peer.target = nullptr;
+  }
+}
+
+}  // namespace topreduce::comm

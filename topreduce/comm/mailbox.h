@@ -1,0 +1,150 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "topreduce/api.h"
+#include "topreduce/storage.h"
+
+namespace topreduce::comm {
+
+/// What a message is for: an exchange, and a round of it.
+struct Tag {
+  std::uint32_t exchange = 0;
+  std::uint32_t round = 0;
+  bool operator==(const Tag&) const = default;
+};
+
+/// Where a rank is in its program. Ranks that exchange messages must be at the same place; those
+/// that are not find out, instead of waiting for each other or mixing up their messages.
+struct TOPREDUCE_API Place {
+  enum class Kind : std::uint8_t { start, attach, agree, configure, bypass, resume, step };
+  Kind kind = Kind::start;
+  std::uint64_t step = 0;
+  bool operator==(const Place&) const = default;
+};
+TOPREDUCE_API std::string to_string(const Place& place);
+
+/// How a peer was lost, or why its bytes cannot be used; read by the owner of the mailbox.
+enum class Loss { gone, damaged };
+
+/// What one rank has received. Frames are put in by whoever receives them, which may be another
+/// thread; messages are taken out by the rank's own thread. A frame is
+///
+///   epoch, 32 bits | "TP" | version | place, 8 + 64 bits | any part of the stream of messages
+///
+/// and the stream of a peer is its messages one after the other, each
+///
+///   exchange, round, bytes: LEB128 | the bytes
+///
+/// An epoch is one stay at a place: all ranks count them alike, so what comes of an epoch that this
+/// rank has left is dropped, and what comes early waits.
+class TOPREDUCE_API Mailbox {
+ public:
+  static constexpr std::size_t kFrameHead = 16;
+
+  explicit Mailbox(int ranks);
+
+  // ---- whoever receives ----
+
+  void accept(int peer, std::span<const std::byte> frame);
+  /// Nothing more will come from `peer`; of several reasons the first counts.
+  void lose(int peer, Loss loss, const std::string& why);
+  /// Waits until a message is expected of some peer, and says of which; the first after `last` in
+  /// turn. -1 after `close`.
+  int next_expected(int last);
+  void close();
+
+  // ---- the rank itself ----
+
+  std::uint32_t epoch() const { return epoch_; }
+  const Place& place() const { return place_; }
+  void enter(const Place& place);
+  /// Takes the last `enter` back: nothing was sent since.
+  void leave();
+
+  /// From now on this rank waits for a message of `peer`.
+  void expect(const Tag& tag, int peer);
+  std::size_t arrived(const Tag& tag) const;
+  /// One that has arrived; valid until `release`.
+  std::span<const std::byte> message(const Tag& tag, int peer) const;
+  void release(const Tag& tag);
+
+  /// A number that changes whenever something comes.
+  std::uint64_t version() const;
+  /// Until the version is another one than `seen`.
+  void wait(std::uint64_t seen);
+
+  /// Throws CommError or WireError if a peer is lost of whom something is expected.
+  void check(int rank) const;
+  /// Whether a peer is at another place; its frames of this epoch say so.
+  bool differs() const;
+  /// Whether every peer has been heard of in this epoch.
+  bool heard_all(int rank) const;
+  /// By rank, where the peers are in this epoch, in words.
+  std::string places(int rank) const;
+
+  std::uint64_t bytes_received() const;
+
+ private:
+  struct Slot {  // the messages of one tag
+    bool used = false;
+    std::uint32_t epoch = 0;
+    Tag tag;
+    std::size_t count = 0;
+    std::vector<Bytes> bytes;  // by peer
+    std::vector<char> here, expected;
+  };
+  struct Peer {
+    std::uint32_t epoch = 0;                              // of its last frame
+    std::vector<std::pair<std::uint32_t, Place>> places;  // in this epoch and later ones
+    bool lost = false;
+    Loss loss = Loss::gone;
+    std::string why;
+    std::size_t expected = 0;  // messages that this rank waits for
+    // The message that its stream is in the middle of.
+    Tag tag;
+    std::size_t missing = 0;  // bytes still to come
+    bool open = false;
+    bool stale = false;
+    Bytes* target = nullptr;
+  };
+
+  Slot* find(std::uint32_t epoch, const Tag& tag) const;
+  Slot& find_or_make(std::uint32_t epoch, const Tag& tag);
+  void read(int peer, std::span<const std::byte> stream);
+  void finish_message(int peer);
+  void drop(Slot& slot);
+  const Place* place_of(const Peer& peer) const;  // in this epoch; null: not heard of
+  void lose_locked(int peer, Loss loss, const std::string& why);
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_, wanted_;
+  std::vector<Peer> peers_;
+  std::vector<std::unique_ptr<Slot>> slots_;
+  std::uint32_t epoch_ = 0;
+  Place place_, before_;
+  std::uint64_t version_ = 0;
+  std::uint64_t bytes_received_ = 0;
+  bool closed_ = false;
+};
+
+/// A rank as a place in a vector.
+constexpr std::size_t at(int rank) {
+  return static_cast<std::size_t>(rank);
+}
+
+/// Writes the head of a frame.
+void write_frame_head(std::uint32_t epoch, const Place& place, std::byte* out);
+/// Appends a number in groups of seven bits, the lowest first.
+void append_varint(Bytes& out, std::uint64_t number);
+
+}  // namespace topreduce::comm
