@@ -171,7 +171,7 @@ double Pipeline::density_at(std::uint64_t step) const {
   return std::pow(density, static_cast<double>(into + 1) / static_cast<double>(ramp_steps + 1));
 }
 
-select::Budget Pipeline::budget_at(std::uint64_t step) const {
+Budget Pipeline::budget_at(std::uint64_t step) const {
   const std::size_t n = compressed.size();
   const double share = density_at(step);
   const auto wanted = static_cast<std::size_t>(std::llround(share * static_cast<double>(n)));
@@ -180,8 +180,8 @@ select::Budget Pipeline::budget_at(std::uint64_t step) const {
           .entries = std::clamp<std::size_t>(wanted, std::min<std::size_t>(1, n), n),
           .model = n,
           .density = share,
-          .exchanges = granularity == Granularity::model ? select::Budget::Exchanges::one
-                                                         : select::Budget::Exchanges::many};
+          .exchanges =
+              granularity == Granularity::model ? Budget::Exchanges::one : Budget::Exchanges::many};
 }
 
 }  // namespace topreduce

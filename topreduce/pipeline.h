@@ -13,7 +13,7 @@ struct Pipeline {
   /// Entries that each rank may send in `step`, and their share of the compressed ones. Everything
   /// while warming up; then the density falls geometrically to its value.
   double density_at(std::uint64_t step) const;
-  select::Budget budget_at(std::uint64_t step) const;
+  Budget budget_at(std::uint64_t step) const;
 
   /// Whether gradients may stay on a device, as far as choosing and exchanging go.
   bool works_on_device() const;

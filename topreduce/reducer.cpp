@@ -22,15 +22,14 @@
 #include "topreduce/floating.h"
 #include "topreduce/parcel.h"
 #include "topreduce/pipeline.h"
-#include "topreduce/roll_call.h"
 #include "topreduce/state_range.h"
 #include "topreduce/version.h"
+#include "topreduce/vote.h"
 
 namespace topreduce {
 namespace {
 
 using Home = Pipeline::Place::Home;
-using wire::Vote;
 
 // How a step treats the compressed parameters.
 enum class Regime { compress, dense, bypass };
@@ -80,6 +79,9 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   feedback::Feedback& memory(const Parcel& parcel);
   bool is_sound(const Parcel& parcel, const Pending& sight);
   void exchange(Parcel& parcel);
+  void progress();
+  void wait_for_all();
+  void hold_vote();
   bool fits_callers();
   int divisor_of(const feedback::Feedback& kept) const;
   float unit_of(const feedback::Feedback& kept) const;
@@ -109,13 +111,16 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   float loss_scale = 1;
   bool knows_scale = true;
   Regime regime = Regime::compress;
-  select::Budget budget;
-  exchange::Courier courier;
-  RollCall roll;
+  Budget budget;
+  exchange::Workspace workspace;
+  StepVote vote;
+  bool sound = true;        // all that this rank brought so far is finite
   std::vector<char> added;  // per parameter of the layout
   std::size_t missing = 0;
-  std::vector<Parcel> parcels;  // reused from step to step; the first `open_parcels` are in use
+  // Reused from step to step; the first `open_parcels` are in use.
+  std::vector<std::unique_ptr<Parcel>> parcels;
   std::size_t open_parcels = 0;
+  std::vector<Parcel*> under_way;  // whose exchange has not ended
   StepStats running;
 };
 
@@ -159,8 +164,9 @@ void Reducer::Inside::begin(Communicator& communicator, float scale) {
   running.step = step;
   running.entries = layout.size();
   running.budget = budget.entries + pipeline.kept.size();
-  courier.begin(*comm, running, *pipeline.threads);
-  roll.begin(layout.count(), comm->size());
+  vote.begin(layout.count(), comm->size());
+  sound = true;
+  under_way.clear();
   std::ranges::fill(added, 0);
   missing = layout.count();
   open_parcels = 0;
@@ -175,8 +181,8 @@ void Reducer::Inside::begin(Communicator& communicator, float scale) {
 }
 
 Parcel& Reducer::Inside::new_parcel(Home home) {
-  if (open_parcels == parcels.size()) parcels.emplace_back();
-  Parcel& parcel = parcels[open_parcels++];
+  if (open_parcels == parcels.size()) parcels.push_back(std::make_unique<Parcel>());
+  Parcel& parcel = *parcels[open_parcels++];
   parcel.open(home);
   return parcel;
 }
@@ -223,7 +229,7 @@ void Reducer::Inside::add(std::span<const std::size_t> parameters, std::span<flo
     const Pipeline::Place place = pipeline.places[id];
     const bool kept = place.home == Home::kept;
     const Parameter& parameter = (kept ? pipeline.kept : pipeline.compressed)[place.parameter];
-    parcels[first + (kept ? 1 : 0)].segments.push_back(
+    parcels[first + (kept ? 1 : 0)]->segments.push_back(
         {.parameter = place.parameter,
          .offset = parameter.offset,
          .count = parameter.size,
@@ -233,8 +239,9 @@ void Reducer::Inside::add(std::span<const std::size_t> parameters, std::span<flo
     start += parameter.size;
   }
   if (now) {
-    exchange(parcels[first]);
-    exchange(parcels[first + 1]);
+    exchange(*parcels[first]);
+    exchange(*parcels[first + 1]);
+    progress();
   }
 }
 
@@ -249,7 +256,7 @@ void Reducer::Inside::attend(const Attendance& attendance) {
                                   "; the layout has " + std::to_string(layout.count()));
     }
   }
-  roll.note(attendance);
+  vote.note(attendance);
 }
 
 Pending Reducer::Inside::pending(const Parcel& parcel) const {
@@ -284,7 +291,7 @@ bool Reducer::Inside::is_sound(const Parcel& parcel, const Pending& sight) {
 void Reducer::Inside::exchange(Parcel& parcel) {
   if (parcel.segments.empty()) return;
   parcel.arrange();
-  const Pending sight = pending(parcel);
+  const Pending& sight = parcel.sight.emplace(pending(parcel));
   const bool whole = parcel.home == Home::kept || regime != Regime::compress;
   double looked = 0, chosen = 0;
   {
@@ -300,25 +307,50 @@ void Reducer::Inside::exchange(Parcel& parcel) {
       if (!parcel.seen.finite()) parcel.selected.clear();
     }
   }
-  const bool sound = is_sound(parcel, sight);
+  sound = is_sound(parcel, sight) && sound;
   running[Stage::look] += looked;
   running[Stage::choose] += chosen - looked;
 
   // Coarse values are for those who remember what rounding took.
   const feedback::Feedback& kept = memory(parcel);
   const bool remembers = kept.is_estimate() || kept.has_base();
-  const wire::Envelope envelope{
-      .run = run,
-      .step = step,
-      .bucket = static_cast<std::uint32_t>(&parcel - parcels.data()),
-      .universe = sight.size(),
-      .values = remembers ? pipeline.values : pipeline.unremembered,
-      .contents = parcel.contents(),
-      // Ranks that decide on what is handed out must multiply by the same.
-      .loss_scale = parcel.narrow() && knows_scale ? loss_scale : 0};
-  courier.open(envelope, sight, !sound ? Vote::no : roll.asks() ? Vote::ask : Vote::yes);
-  (whole ? *dense : *pipeline.exchange)
-      .run(sight, parcel.selected, budget, courier, parcel.delivery);
+  const exchange::Subject subject{.exchange = parcel.number(),
+                                  .run = run,
+                                  .step = step,
+                                  .parameters = parcel.contents(),
+                                  .values = remembers ? pipeline.values : pipeline.unremembered};
+  parcel.channel.open(*comm, subject, sight, running, *pipeline.threads, workspace);
+  parcel.task = (whole ? *dense : *pipeline.exchange)
+                    .run(sight, parcel.selected, budget, parcel.channel, parcel.delivery);
+  under_way.push_back(&parcel);
+  parcel.task.start();
+  Stopwatch watch(running[Stage::network]);
+  comm->flush();
+}
+
+// Lets exchanges go on whose messages have come.
+void Reducer::Inside::progress() {
+  {
+    Stopwatch watch(running[Stage::network]);
+    comm->poll();
+  }
+  for (Parcel* parcel : under_way) {
+    while (parcel->channel.ready()) parcel->channel.resume();
+    parcel->task.rethrow();
+  }
+  std::erase_if(under_way, [](const Parcel* parcel) { return parcel->task.done(); });
+  Stopwatch watch(running[Stage::network]);
+  comm->flush();
+}
+
+void Reducer::Inside::wait_for_all() {
+  for (;;) {
+    const std::uint64_t seen = comm->version();
+    progress();
+    if (under_way.empty()) return;
+    Stopwatch watch(running[Stage::network]);
+    comm->wait_for_any(seen);
+  }
 }
 
 // ---- closing -----------------------------------------------------------------------------------
@@ -335,34 +367,46 @@ void Reducer::Inside::finish() {
                                 " parameters: " + names);
   }
   if (pipeline.granularity == Granularity::model) {
-    exchange(parcels[0]);
-    exchange(parcels[1]);
+    exchange(*parcels[0]);
+    exchange(*parcels[1]);
   }
-  if (courier.vote() == Vote::ask) {
-    roll.hold({.run = run, .step = step, .bucket = static_cast<std::uint32_t>(open_parcels)},
-              courier);
-  }
-  if (!knows_scale && courier.loss_scale() > 0) loss_scale = courier.loss_scale();
+  wait_for_all();
+  hold_vote();
   {
     Stopwatch watch(running[Stage::commit]);
-    running.finite = courier.vote() != Vote::no && fits_callers();
+    running.finite = vote.finite() && fits_callers();
     running.finite ? commit() : spoil();
   }
   const comm::Traffic traffic = comm->traffic();
   running.bytes_sent = traffic.bytes_sent - traffic_before.bytes_sent;
   running.bytes_received = traffic.bytes_received - traffic_before.bytes_received;
-  running.rounds = traffic.rounds - traffic_before.rounds;
+  running.messages = traffic.messages - traffic_before.messages;
   stats = running;
   comm = nullptr;
+}
+
+void Reducer::Inside::hold_vote() {
+  StepVote::Ballot ballot{
+      .run = run, .step = step, .finite = sound, .loss_scale = knows_scale ? loss_scale : 0};
+  for (const auto& parcel : std::span(parcels).first(open_parcels)) {
+    if (parcel->segments.empty()) continue;
+    ballot.finite = ballot.finite && parcel->channel.finite();
+    // Ranks that decide on what is handed out must multiply by the same.
+    ballot.one_scale = ballot.one_scale || parcel->narrow();
+  }
+  Stopwatch watch(running[Stage::network]);
+  running.rounds += vote.hold(ballot, *comm);
+  if (!knows_scale && vote.loss_scale() > 0) loss_scale = vote.loss_scale();
 }
 
 // Whether callers can use what they would be handed: sums, divisor and loss scale are the same on
 // all ranks, so their answers are.
 bool Reducer::Inside::fits_callers() {
-  for (const Parcel& parcel : std::span(parcels).first(open_parcels)) {
+  for (const auto& owner : std::span(parcels).first(open_parcels)) {
+    const Parcel& parcel = *owner;
     const feedback::Feedback& kept = memory(parcel);
     for (const Segment& segment : parcel.segments) {
-      if (!segment.narrow() || !roll.used(segment.number)) continue;
+      if (!segment.narrow() || !vote.used(segment.number)) continue;
       const float largest = kept.largest_mean(pending(parcel), segment, parcel.delivery,
                                               divisor_of(kept), unit_of(kept));
       if (!(largest <= segment.most)) return false;
@@ -373,11 +417,11 @@ bool Reducer::Inside::fits_callers() {
 
 // An estimate stays a mean over all ranks; only what is handed out is divided otherwise.
 int Reducer::Inside::divisor_of(const feedback::Feedback& kept) const {
-  return kept.is_estimate() ? comm->size() : roll.divisor();
+  return kept.is_estimate() ? comm->size() : vote.divisor();
 }
 
 float Reducer::Inside::unit_of(const feedback::Feedback& kept) const {
-  const float present = static_cast<float>(comm->size()) / static_cast<float>(roll.divisor());
+  const float present = static_cast<float>(comm->size()) / static_cast<float>(vote.divisor());
   return kept.is_estimate() ? loss_scale * present : loss_scale;
 }
 
@@ -385,7 +429,7 @@ float Reducer::Inside::unit_of(const feedback::Feedback& kept) const {
 void Reducer::Inside::leave_out_unused(Parcel& parcel) {
   const bool whole = parcel.delivery.extent == exchange::Delivery::Extent::whole;
   std::erase_if(parcel.segments, [&](const Segment& segment) {
-    if (roll.used(segment.number)) return false;
+    if (vote.used(segment.number)) return false;
     const auto& places = parcel.delivery.sum.indices;
     const auto first = std::ranges::lower_bound(places, segment.start);
     const auto last =
@@ -398,14 +442,15 @@ void Reducer::Inside::leave_out_unused(Parcel& parcel) {
 void Reducer::Inside::commit() {
   in_parts = true;
   double energy = 0, gone = 0;
-  for (Parcel& parcel : std::span(parcels).first(open_parcels)) {
+  for (const auto& owner : std::span(parcels).first(open_parcels)) {
+    Parcel& parcel = *owner;
     if (parcel.segments.empty()) continue;
     const bool whole = parcel.delivery.extent == exchange::Delivery::Extent::whole;
     running.selected +=
         whole || !pipeline.selector ? parcel.delivery.delivered() : parcel.selected.size();
     running.delivered += parcel.delivery.delivered();
     energy += parcel.seen.energy;
-    if (!roll.all_used()) leave_out_unused(parcel);
+    if (!vote.all_used()) leave_out_unused(parcel);
     feedback::Feedback& kept = memory(parcel);
     gone += kept.commit(pending(parcel), parcel.delivery, divisor_of(kept), unit_of(kept));
   }
@@ -424,7 +469,8 @@ void Reducer::Inside::commit() {
 
 // As in plain DDP, everyone sees that the step is lost.
 void Reducer::Inside::spoil() {
-  for (Parcel& parcel : std::span(parcels).first(open_parcels)) {
+  for (const auto& owner : std::span(parcels).first(open_parcels)) {
+    Parcel& parcel = *owner;
     if (on_device) device->spoil(parcel.segments);
     for (const Segment& segment : parcel.segments) {
       std::ranges::fill(segment.gradient, std::numeric_limits<float>::quiet_NaN());
@@ -433,6 +479,8 @@ void Reducer::Inside::spoil() {
 }
 
 void Reducer::Inside::abandon() noexcept {
+  under_way.clear();
+  for (const auto& parcel : parcels) parcel->task = {};
   if (comm != nullptr) comm->leave();
   comm = nullptr;
 }
@@ -488,6 +536,17 @@ void Reducer::add_on_device(std::span<const std::size_t> parameters, float most)
 void Reducer::use(Device* device) {
   if (inside_->comm != nullptr) throw std::invalid_argument("use: a step is open");
   inside_->settle_down(*inside_->pipeline.feedback, inside_->pipeline, device);
+}
+
+void Reducer::progress() {
+  if (inside_->comm == nullptr) return;
+  const FloatMode mode;
+  try {
+    inside_->progress();
+  } catch (...) {
+    abandon();
+    throw;
+  }
 }
 
 bool Reducer::on_device() const {

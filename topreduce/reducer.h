@@ -61,6 +61,10 @@ class TOPREDUCE_API Reducer {
   void add_on_device(std::span<const std::size_t> parameters,
                      float most = std::numeric_limits<float>::max());
 
+  /// Goes on with exchanges whose messages have come, without waiting; `add` and `finish` do that
+  /// by themselves.
+  void progress();
+
   /// Says of the open step, before its last bucket, that this rank left parameters unused, or has
   /// run out of data. What no rank used is not delivered: its gradient and what is owed stay.
   void attend(const Attendance& attendance);

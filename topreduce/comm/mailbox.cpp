@@ -17,19 +17,6 @@ constexpr std::uint8_t kVersion = 4;
 constexpr std::uint8_t kLastKind = static_cast<std::uint8_t>(Place::Kind::step);
 constexpr std::size_t kLeastRoom = 4096;  // bytes: short messages of any length share their memory
 
-// Reads a number and moves on; false if the bytes end first.
-bool read_varint(std::span<const std::byte>& bytes, std::uint64_t& number) {
-  number = 0;
-  for (std::size_t i = 0; i < bytes.size() && i < 9; ++i) {
-    number |= static_cast<std::uint64_t>(bytes[i] & std::byte{0x7f}) << 7 * i;
-    if ((bytes[i] & std::byte{0x80}) == std::byte{0}) {
-      bytes = bytes.subspan(i + 1);
-      return true;
-    }
-  }
-  return false;
-}
-
 }  // namespace
 
 std::string to_string(const Place& place) {
@@ -50,6 +37,18 @@ std::string to_string(const Place& place) {
 void append_varint(Bytes& out, std::uint64_t number) {
   for (; number >= 0x80; number >>= 7) out.push_back(static_cast<std::byte>(number | 0x80));
   out.push_back(static_cast<std::byte>(number));
+}
+
+bool read_varint(std::span<const std::byte>& bytes, std::uint64_t& number) {
+  number = 0;
+  for (std::size_t i = 0; i < bytes.size() && i < 9; ++i) {
+    number |= static_cast<std::uint64_t>(bytes[i] & std::byte{0x7f}) << 7 * i;
+    if ((bytes[i] & std::byte{0x80}) == std::byte{0}) {
+      bytes = bytes.subspan(i + 1);
+      return true;
+    }
+  }
+  return false;
 }
 
 void write_frame_head(std::uint32_t epoch, const Place& place, std::byte* out) {

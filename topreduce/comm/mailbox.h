@@ -146,5 +146,7 @@ constexpr std::size_t at(int rank) {
 void write_frame_head(std::uint32_t epoch, const Place& place, std::byte* out);
 /// Appends a number in groups of seven bits, the lowest first.
 void append_varint(Bytes& out, std::uint64_t number);
+/// Reads one and moves on; false if the bytes end first.
+bool read_varint(std::span<const std::byte>& bytes, std::uint64_t& number);
 
 }  // namespace topreduce::comm

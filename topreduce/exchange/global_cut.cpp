@@ -29,7 +29,7 @@ std::size_t GlobalCut::count_from(Key least, const SparseVector& entries) {
 }
 
 // All ranks' keys of a round into parts_ and, strongest first, into shown_.
-void GlobalCut::show(std::span<const Key> keys, Courier& courier) {
+Task GlobalCut::show(std::span<const Key> keys, Channel& channel) {
   make_room(order_, keys.size());
   order_.assign(keys.begin(), keys.end());
   std::ranges::sort(order_, std::greater<>(), [](Key key) { return key & kLowWord; });
@@ -38,7 +38,11 @@ void GlobalCut::show(std::span<const Key> keys, Courier& courier) {
     message_.indices[i] = static_cast<Index>(kLowWord - (order_[i] & kLowWord));
     message_.values[i] = std::bit_cast<float>(static_cast<std::uint32_t>(order_[i] >> 32));
   }
-  courier.all_gather_exact(message_, parts_);
+  const wire::Values given = channel.set_values(wire::Values::fp32);
+  const auto round = channel.send_to_all(channel.parameters(), message_, rounded_);
+  co_await channel.arrival(round);
+  channel.read_from_all(round, rounded_, parts_);
+  channel.set_values(given);
   std::size_t total = 0;
   for (const SparseVector& part : parts_) total += part.size();
   make_room(shown_, total);
@@ -51,8 +55,8 @@ void GlobalCut::show(std::span<const Key> keys, Courier& courier) {
   std::ranges::sort(shown_, std::greater<>());
 }
 
-void GlobalCut::find(const SparseVector& mine, std::size_t k, Courier& courier) {
-  const auto ranks = static_cast<std::size_t>(courier.ranks());
+Task GlobalCut::find(const SparseVector& mine, std::size_t k, Channel& channel) {
+  const auto ranks = static_cast<std::size_t>(channel.ranks());
   const auto stride = static_cast<std::size_t>(
       std::max(1.0, std::floor(std::sqrt(static_cast<double>(k) / static_cast<double>(ranks)))));
   // What is shown varies much from time to time, but is little.
@@ -73,7 +77,7 @@ void GlobalCut::find(const SparseVector& mine, std::size_t k, Courier& courier) 
   make_room(sample_, mine_.size() / stride);
   sample_.clear();
   for (std::size_t i = stride; i <= mine_.size(); i += stride) sample_.push_back(mine_[i - 1]);
-  show(sample_, courier);
+  co_await show(sample_, channel);
 
   // Entries from the c-th sample up: at least c strides, at most (stride - 1) more on each rank.
   const std::size_t unseen = ranks * (stride - 1);
@@ -84,10 +88,10 @@ void GlobalCut::find(const SparseVector& mine, std::size_t k, Courier& courier) 
   counts_.clear();
   for (const SparseVector& part : parts_) counts_.push_back(count_from(high, part) * stride);
 
-  const std::size_t first = counts_[static_cast<std::size_t>(courier.rank())];
+  const std::size_t first = counts_[static_cast<std::size_t>(channel.rank())];
   const auto end = std::ranges::find_if(mine_, [low](Key key) { return key < low; });
   const auto last = std::max(first, static_cast<std::size_t>(end - mine_.begin()));
-  show(std::span(mine_).subspan(first, last - first), courier);
+  co_await show(std::span(mine_).subspan(first, last - first), channel);
 
   const std::size_t missing = k - sure * stride;
   cut_ = high;

@@ -4,7 +4,8 @@
 #include <span>
 #include <vector>
 
-#include "topreduce/exchange/courier.h"
+#include "topreduce/exchange/channel.h"
+#include "topreduce/exchange/task.h"
 
 namespace topreduce::exchange {
 
@@ -18,8 +19,9 @@ namespace topreduce::exchange {
 /// before they are rounded for their journey.
 class GlobalCut {
  public:
-  /// Finds where to cut. `mine` and the entries of other ranks must have different indices.
-  void find(const SparseVector& mine, std::size_t k, Courier& courier);
+  /// Finds where to cut. `mine` and the entries of other ranks must have different indices. One at
+  /// a time.
+  Task find(const SparseVector& mine, std::size_t k, Channel& channel);
 
   /// Whether an entry is among the k strongest of all ranks.
   bool keeps(Index index, float value) const { return key_of(index, value) >= cut_; }
@@ -33,15 +35,15 @@ class GlobalCut {
   using Key = std::uint64_t;
   static Key key_of(Index index, float value);
   static std::size_t count_from(Key least, const SparseVector& entries);
-  void show(std::span<const Key> keys, Courier& courier);
+  Task show(std::span<const Key> keys, Channel& channel);
 
   Key cut_ = 0;
   std::vector<std::size_t> counts_;
   Buffer<Key> mine_, sample_;  // of this rank, strongest first
   Buffer<Key> shown_;          // by all ranks in a round, strongest first
   Buffer<Key> order_;
-  SparseVector message_;
-  std::vector<SparseVector> parts_;
+  SparseVector message_, rounded_;
+  Parts parts_;
 };
 
 }  // namespace topreduce::exchange
