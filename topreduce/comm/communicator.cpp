@@ -92,13 +92,16 @@ void Communicator::flush() {
     Outgoing& to = outgoing_[at(peer)];
     std::span<const std::byte> rest = to.stream;
     while (!rest.empty()) {
-      const std::size_t count = std::min(rest.size(), frame_limit() - Mailbox::kFrameHead);
-      make_room(frame_, Mailbox::kFrameHead + count);
-      frame_.resize(Mailbox::kFrameHead + count);
-      write_frame_head(mailbox_->epoch(), mailbox_->place(), frame_.data());
-      std::ranges::copy(rest.first(count), frame_.begin() + Mailbox::kFrameHead);
+      const bool first = to.epoch != mailbox_->epoch();
+      const std::size_t head = first ? Mailbox::kFrameHead : 1;
+      const std::size_t count = std::min(rest.size(), frame_limit() - head);
+      make_room(frame_, head + count);
+      frame_.resize(head + count);
+      frame_[0] = Mailbox::kShortHead;
+      if (first) write_frame_head(mailbox_->epoch(), mailbox_->place(), frame_.data());
+      std::ranges::copy(rest.first(count), frame_.begin() + static_cast<std::ptrdiff_t>(head));
       send_frame(peer, frame_);
-      traffic_.bytes_sent += Mailbox::kFrameHead;
+      traffic_.bytes_sent += head;
       rest = rest.subspan(count);
       sent_ = true;
       to.epoch = mailbox_->epoch();

@@ -129,7 +129,7 @@ class TOPREDUCE_API Communicator {
   std::shared_ptr<Mailbox> mailbox_;
   struct Outgoing {
     Bytes stream;
-    std::uint32_t epoch = 0;  // of the last frame
+    std::uint32_t epoch = ~std::uint32_t{0};  // of the last frame
   };
   std::vector<Outgoing> outgoing_;  // by peer
   bool sent_ = false;               // anything in this epoch

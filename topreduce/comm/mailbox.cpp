@@ -52,11 +52,11 @@ bool read_varint(std::span<const std::byte>& bytes, std::uint64_t& number) {
 }
 
 void write_frame_head(std::uint32_t epoch, const Place& place, std::byte* out) {
-  store(out, epoch);
-  store(out + 4, kMagic);
-  store(out + 6, kVersion);
-  store(out + 7, static_cast<std::uint8_t>(place.kind));
-  store(out + 8, place.step);
+  store(out, kMagic);
+  store(out + 2, kVersion);
+  store(out + 3, static_cast<std::uint8_t>(place.kind));
+  store(out + 4, place.step);
+  store(out + 12, epoch);
 }
 
 Mailbox::Mailbox(int ranks) : peers_(at(ranks)) {}
@@ -70,22 +70,26 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame) {
   bytes_received_ += frame.size();
   ++version_;
   changed_.notify_all();
-  if (frame.size() < kFrameHead || load<std::uint16_t>(frame.data() + 4) != kMagic) {
+  if (!frame.empty() && frame[0] == kShortHead && from.heard) {
+    return read(peer, frame.subspan(1));
+  }
+  if (frame.size() < kFrameHead || load<std::uint16_t>(frame.data()) != kMagic) {
     return lose_locked(peer, Loss::damaged, "a frame that is none of topreduce's");
   }
-  const auto version = load<std::uint8_t>(frame.data() + 6),
-             kind = load<std::uint8_t>(frame.data() + 7);
+  const auto version = load<std::uint8_t>(frame.data() + 2);
+  const auto kind = load<std::uint8_t>(frame.data() + 3);
   if (version != kVersion || kind > kLastKind) {
     return lose_locked(peer, Loss::damaged,
                        "a frame of version " + std::to_string(version) + ", this is version " +
                            std::to_string(kVersion));
   }
-  const auto epoch = load<std::uint32_t>(frame.data());
+  const auto epoch = load<std::uint32_t>(frame.data() + 12);
   if (epoch < from.epoch || (from.open && epoch != from.epoch)) {
     return lose_locked(peer, Loss::damaged, "a frame out of order");
   }
   from.epoch = epoch;
-  const Place place{static_cast<Place::Kind>(kind), load<std::uint64_t>(frame.data() + 8)};
+  from.heard = true;
+  const Place place{static_cast<Place::Kind>(kind), load<std::uint64_t>(frame.data() + 4)};
   if (epoch >= epoch_ && (from.places.empty() || from.places.back().first != epoch)) {
     from.places.emplace_back(epoch, place);
   }
@@ -269,7 +273,8 @@ const Place* Mailbox::place_of(const Peer& peer) const {
 bool Mailbox::heard_all(int rank) const {
   const std::lock_guard lock(mutex_);
   for (std::size_t r = 0; r < peers_.size(); ++r) {
-    if (r != at(rank) && peers_[r].epoch < epoch_ && !peers_[r].lost) return false;
+    const Peer& peer = peers_[r];
+    if (r != at(rank) && !(peer.heard && peer.epoch >= epoch_) && !peer.lost) return false;
   }
   return true;
 }

@@ -39,7 +39,11 @@ enum class Loss { gone, damaged };
 /// What one rank has received. Frames are put in by whoever receives them, which may be another
 /// thread; messages are taken out by the rank's own thread. A frame is
 ///
-///   epoch, 32 bits | "TP" | version | place, 8 + 64 bits | any part of the stream of messages
+///   "TP" | version | place, 8 + 64 bits | epoch, 32 bits | any part of the stream of messages
+///
+/// or, if an earlier frame of the epoch has said all that, a short one:
+///
+///   "t" | any part of the stream of messages
 ///
 /// and the stream of a peer is its messages one after the other, each
 ///
@@ -50,6 +54,7 @@ enum class Loss { gone, damaged };
 class TOPREDUCE_API Mailbox {
  public:
   static constexpr std::size_t kFrameHead = 16;
+  static constexpr std::byte kShortHead{'t'};
 
   explicit Mailbox(int ranks);
 
@@ -142,7 +147,7 @@ constexpr std::size_t at(int rank) {
   return static_cast<std::size_t>(rank);
 }
 
-/// Writes the head of a frame.
+/// Writes the head of a frame of kFrameHead bytes.
 void write_frame_head(std::uint32_t epoch, const Place& place, std::byte* out);
 /// Appends a number in groups of seven bits, the lowest first.
 void append_varint(Bytes& out, std::uint64_t number);

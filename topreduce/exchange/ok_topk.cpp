@@ -8,7 +8,7 @@
 //             to each rank, who hands it on as it came
 //
 // Rounds: 2; 3 to balance; two more every `tau` steps, in which the ranks agree on regions; and,
-// for the whole model at once, two more every `period` steps, in which they find the exact k-th
+// for the whole model at once, nine more every `period` steps, in which they find the exact k-th
 // sum. Entries sent per rank: k (P-1)/P to split, as many to gather, at most as many to balance.
 // Drops sums below the cut: they stay owed by the ranks that sent them. Settled is what a rank sent
 // and everyone got, and the owner of a region owes the rounding of its sums.
