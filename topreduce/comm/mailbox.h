@@ -109,6 +109,7 @@ class TOPREDUCE_API Mailbox {
     std::vector<char> here, expected;
   };
   struct Peer {
+    bool heard = false;                                   // of anything yet
     std::uint32_t epoch = 0;                              // of its last frame
     std::vector<std::pair<std::uint32_t, Place>> places;  // in this epoch and later ones
     bool lost = false;
