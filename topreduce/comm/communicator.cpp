@@ -76,7 +76,8 @@ void Communicator::post(int peer, const Tag& tag, std::span<const std::byte> hea
                         std::span<const std::byte> bytes) {
   assert(peer != rank_ && peer >= 0 && peer < size_);
   Bytes& stream = outgoing_[at(peer)].stream;
-  make_room(stream, stream.size() + 32 + head.size() + bytes.size());
+  make_room(stream, stream.size() + Mailbox::kFrameHead + 32 + head.size() + bytes.size());
+  if (stream.empty()) stream.resize(Mailbox::kFrameHead);
   const std::size_t before = stream.size();
   append_varint(stream, tag.exchange);
   append_varint(stream, tag.round);
@@ -88,20 +89,18 @@ void Communicator::post(int peer, const Tag& tag, std::span<const std::byte> hea
 }
 
 void Communicator::flush() {
-  for (int peer = 0; peer < size_; ++peer) {
+  for (int turn = 1; turn < size_; ++turn) {  // not everyone to the same rank at once
+    const int peer = (rank_ + turn) % size_;
     Outgoing& to = outgoing_[at(peer)];
-    std::span<const std::byte> rest = to.stream;
-    while (!rest.empty()) {
-      const std::size_t count = std::min(rest.size(), frame_limit() - Mailbox::kFrameHead);
-      make_room(frame_, Mailbox::kFrameHead + count);
-      frame_.resize(Mailbox::kFrameHead + count);
-      write_frame_head(mailbox_->epoch(), mailbox_->place(), frame_.data());
-      std::ranges::copy(rest.first(count), frame_.begin() + Mailbox::kFrameHead);
-      send_frame(peer, frame_);
-      traffic_.bytes_sent += Mailbox::kFrameHead;
-      rest = rest.subspan(count);
+    std::span<std::byte> rest = to.stream;
+    while (rest.size() > Mailbox::kFrameHead) {
+      const auto frame = rest.first(std::min(rest.size(), frame_limit()));
+      write_frame_head(mailbox_->epoch(), mailbox_->place(), frame.data());
       sent_ = true;
       to.epoch = mailbox_->epoch();
+      traffic_.bytes_sent += Mailbox::kFrameHead;
+      send_frame(peer, frame);
+      rest = rest.subspan(frame.size() - Mailbox::kFrameHead);  // the next head overwrites its end
     }
     to.stream.clear();
   }
@@ -170,8 +169,8 @@ void Communicator::gather(Call call, PartFor&& part_for, Inbox& inbox) {
   if (size_ > 1) ++traffic_.rounds;
   const Tag tag = next_collective();
   const auto head = static_cast<std::byte>(call);
-  for (int turn = 1; turn < size_; ++turn) {  // not everyone to the same rank at once
-    const int peer = (rank_ + turn) % size_;
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
     expect(tag, peer);
     post(peer, tag, {&head, 1}, part_for(peer));
   }

@@ -128,12 +128,11 @@ class TOPREDUCE_API Communicator {
   int rank_, size_;
   std::shared_ptr<Mailbox> mailbox_;
   struct Outgoing {
-    Bytes stream;
+    Bytes stream;             // room for the head of a frame, then messages
     std::uint32_t epoch = 0;  // of the last frame
   };
   std::vector<Outgoing> outgoing_;  // by peer
   bool sent_ = false;               // anything in this epoch
-  Bytes frame_;
   Traffic traffic_;
   std::uint32_t collectives_ = 0;  // of this epoch
   Inbox scratch_;
