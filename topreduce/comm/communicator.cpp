@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 
 namespace topreduce::comm {
 namespace {
@@ -62,13 +63,15 @@ Communicator::Communicator(int rank, int size, std::shared_ptr<Mailbox> mailbox)
 void Communicator::enter(const Place& place) {
   for (Outgoing& peer : outgoing_) peer.stream.clear();  // of a part that was broken off
   mailbox_->enter(place);
-  collectives_ = 0;
+  collectives_before_ = std::exchange(collectives_, 0);
   sent_ = false;
 }
 
 void Communicator::leave() noexcept {
   for (Outgoing& peer : outgoing_) peer.stream.clear();
-  if (!sent_ && mailbox_->epoch() > 0) mailbox_->leave();
+  if (sent_ || mailbox_->epoch() == 0) return;
+  mailbox_->leave();
+  collectives_ = collectives_before_;
   sent_ = true;  // there is no earlier one to take back
 }
 

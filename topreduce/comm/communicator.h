@@ -134,7 +134,7 @@ class TOPREDUCE_API Communicator {
   std::vector<Outgoing> outgoing_;  // by peer
   bool sent_ = false;               // anything in this epoch
   Traffic traffic_;
-  std::uint32_t collectives_ = 0;  // of this epoch
+  std::uint32_t collectives_ = 0, collectives_before_ = 0;  // of this epoch and the last
   Inbox scratch_;
   std::vector<std::size_t> counts_;  // all_reduce: bytes of each rank's part
 };
