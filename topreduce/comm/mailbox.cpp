@@ -17,17 +17,36 @@ constexpr std::uint8_t kVersion = 4;
 constexpr std::uint8_t kLastKind = static_cast<std::uint8_t>(Place::Kind::step);
 constexpr std::size_t kLeastRoom = 4096;  // bytes: short messages of any length share their memory
 
-// Reads a number and moves on; false if the bytes end first.
-bool read_varint(std::span<const std::byte>& bytes, std::uint64_t& number) {
+constexpr std::size_t kMostVarint = 9;  // bytes
+
+enum class Head { whole, cut, bad };
+
+// Reads a number and moves on.
+Head read_varint(std::span<const std::byte>& bytes, std::uint64_t& number) {
   number = 0;
-  for (std::size_t i = 0; i < bytes.size() && i < 9; ++i) {
+  for (std::size_t i = 0; i < kMostVarint; ++i) {
+    if (i == bytes.size()) return Head::cut;
     number |= static_cast<std::uint64_t>(bytes[i] & std::byte{0x7f}) << 7 * i;
     if ((bytes[i] & std::byte{0x80}) == std::byte{0}) {
       bytes = bytes.subspan(i + 1);
-      return true;
+      return Head::whole;
     }
   }
-  return false;
+  return Head::bad;
+}
+
+// Reads the head of a message, and moves on if it is whole.
+Head read_head(std::span<const std::byte>& bytes, Tag& tag, std::size_t& length) {
+  std::array<std::uint64_t, 3> numbers;
+  auto rest = bytes;
+  for (std::uint64_t& number : numbers) {
+    if (const Head head = read_varint(rest, number); head != Head::whole) return head;
+  }
+  if ((numbers[0] | numbers[1]) >> 32 != 0) return Head::bad;
+  tag = {static_cast<std::uint32_t>(numbers[0]), static_cast<std::uint32_t>(numbers[1])};
+  length = static_cast<std::size_t>(numbers[2]);
+  bytes = rest;
+  return Head::whole;
 }
 
 }  // namespace
@@ -82,7 +101,7 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame) {
                            std::to_string(kVersion));
   }
   const auto epoch = load<std::uint32_t>(frame.data());
-  if (epoch < from.epoch || (from.open && epoch != from.epoch)) {
+  if (epoch < from.epoch || ((from.open || from.cut > 0) && epoch != from.epoch)) {
     return lose_locked(peer, Loss::damaged, "a frame out of order");
   }
   from.epoch = epoch;
@@ -95,15 +114,22 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame) {
 
 void Mailbox::read(int peer, std::span<const std::byte> stream) {
   Peer& from = peers_[at(peer)];
-  while (!stream.empty() || (from.open && from.missing == 0)) {
+  while (!stream.empty()) {
     if (!from.open) {
-      std::uint64_t exchange, round, bytes;
-      if (!read_varint(stream, exchange) || !read_varint(stream, round) ||
-          !read_varint(stream, bytes) || (exchange | round) >> 32 != 0) {
+      // Frames end anywhere, in the middle of a head too: its start was kept.
+      const std::size_t kept = from.cut, more = std::min(stream.size(), kMostHead - kept);
+      std::ranges::copy(stream.first(more), from.head.begin() + static_cast<std::ptrdiff_t>(kept));
+      std::span<const std::byte> rest(from.head.data(), kept + more);
+      const Head head = read_head(rest, from.tag, from.missing);
+      if (head == Head::bad) {
         return lose_locked(peer, Loss::damaged, "a message without a head");
       }
-      from.tag = {static_cast<std::uint32_t>(exchange), static_cast<std::uint32_t>(round)};
-      from.missing = static_cast<std::size_t>(bytes);
+      if (head == Head::cut) {
+        from.cut = kept + more;
+        return;
+      }
+      stream = stream.subspan(more - rest.size());
+      from.cut = 0;
       from.open = true;
       from.stale = from.epoch < epoch_;
       from.target = nullptr;

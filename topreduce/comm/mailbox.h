@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -95,6 +96,8 @@ class TOPREDUCE_API Mailbox {
   std::uint64_t bytes_received() const;
 
  private:
+  static constexpr std::size_t kMostHead = 27;  // bytes: three numbers
+
   struct Slot {  // the messages of one tag
     bool used = false;
     std::uint32_t epoch = 0;
@@ -114,6 +117,8 @@ class TOPREDUCE_API Mailbox {
     Tag tag;
     std::size_t missing = 0;  // bytes still to come
     bool open = false;
+    std::array<std::byte, kMostHead> head{};  // of a message that a frame cut
+    std::size_t cut = 0;                      // bytes of it that are here
     bool stale = false;
     Bytes* target = nullptr;
   };
