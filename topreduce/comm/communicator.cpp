@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cassert>
-#include <chrono>
 #include <cstring>
 #include <limits>
 #include <numeric>
@@ -16,9 +15,6 @@ namespace topreduce::comm {
 namespace {
 
 constexpr std::uint32_t kCollective = 0xffffffff;  // the exchange that collectives belong to
-
-// How long a wait keeps its core busy before it naps between looks, where nobody wakes it.
-constexpr std::chrono::microseconds kSpin(100), kNap(20);
 
 // Stops at the largest number instead of wrapping round to a small one.
 std::size_t total(std::span<const std::size_t> counts) {
@@ -115,15 +111,17 @@ void Communicator::poll() {
   if (mailbox_->differs()) compare_places();
 }
 
+void Patience::pause() const {
+  constexpr std::chrono::microseconds kNap(20);
+  if (Clock::now() >= until_) std::this_thread::sleep_for(kNap);
+}
+
 void Communicator::wait_for_any(std::uint64_t seen) {
-  using Clock = std::chrono::steady_clock;
   flush();
   if (mailbox_->version() != seen) return;
   if (!receive_frames()) return mailbox_->wait(seen);
-  const auto impatient = Clock::now() + kSpin;
-  while (mailbox_->version() == seen) {
-    if (Clock::now() >= impatient) std::this_thread::sleep_for(kNap);
-    receive_frames();
+  for (const Patience patience(spin()); mailbox_->version() == seen; receive_frames()) {
+    patience.pause();
   }
 }
 
@@ -178,6 +176,7 @@ void Communicator::gather(Call call, PartFor&& part_for, Inbox& inbox) {
     post(peer, tag, {&head, 1}, part_for(peer));
   }
   wait(tag, at(size_ - 1));
+  settle();
   inbox.counts.clear();
   std::size_t bytes = 0;
   const auto own = part_for(rank_);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -27,6 +28,17 @@ struct TOPREDUCE_API Inbox {
   std::vector<std::size_t> counts;  ///< bytes from each rank
 
   std::span<const std::byte> from(int rank) const;
+};
+
+/// Between looks at what nobody announces: keeps the core busy for a while, then naps.
+class TOPREDUCE_API Patience {
+ public:
+  explicit Patience(std::chrono::microseconds spin) : until_(Clock::now() + spin) {}
+  void pause() const;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point until_;
 };
 
 /// Moves bytes between ranks; knows nothing of gradients. One thread at a time.
@@ -79,6 +91,9 @@ class TOPREDUCE_API Communicator {
   /// Sends what was posted, and waits until anything comes.
   void wait_for_any(std::uint64_t seen);
   std::uint64_t version() const { return mailbox_->version(); }
+  /// Waits until what was sent has left this rank, where bytes move only while the transport is
+  /// called: before a rank computes for long, or peers wait for as long. Collectives end with it.
+  virtual void settle() {}
 
   // ---- collectives ----
 
@@ -114,7 +129,10 @@ class TOPREDUCE_API Communicator {
   /// Passes frames that have come to `mailbox().accept`. A transport whose frames are passed on by
   /// other threads does nothing, and says so by returning false.
   virtual bool receive_frames() { return false; }
+  /// More than the head of a frame.
   virtual std::size_t frame_limit() const { return std::size_t{1} << 30; }
+  /// How long a wait for frames keeps its core busy before it naps between looks.
+  virtual std::chrono::microseconds spin() const { return std::chrono::microseconds(100); }
 
  private:
   friend class Decorator;
