@@ -71,6 +71,11 @@ void Communicator::leave() noexcept {
   sent_ = true;  // there is no earlier one to take back
 }
 
+void Communicator::stay() {
+  if (!sent_) mailbox_->stay();
+  sent_ = true;
+}
+
 void Communicator::post(int peer, const Tag& tag, std::span<const std::byte> head,
                         std::span<const std::byte> bytes) {
   assert(peer != rank_ && peer >= 0 && peer < size_);
@@ -95,7 +100,7 @@ void Communicator::flush() {
     while (rest.size() > Mailbox::kFrameHead) {
       const auto frame = rest.first(std::min(rest.size(), frame_limit()));
       write_frame_head(mailbox_->epoch(), mailbox_->place(), frame.data());
-      sent_ = true;
+      stay();
       to.epoch = mailbox_->epoch();
       traffic_.bytes_sent += Mailbox::kFrameHead;
       send_frame(peer, frame);
@@ -136,7 +141,7 @@ void Communicator::compare_places() {
     send_frame(peer, frame);
     outgoing_[at(peer)].epoch = mailbox_->epoch();
   }
-  sent_ = true;
+  stay();
   for (;;) {
     const std::uint64_t seen = mailbox_->version();
     receive_frames();

@@ -58,8 +58,9 @@ class TOPREDUCE_API Communicator {
 
   // ---- messages ----
 
-  /// Starts another part of the program: messages of the last one that are still under way are
-  /// dropped on arrival. All ranks must enter the same places in the same order.
+  /// Starts another part of the program: with the first message that this rank sends in it, those
+  /// of the last one that nobody took are dropped, and so are those that are still under way. All
+  /// ranks must enter the same places in the same order.
   void enter(const Place& place);
   /// Takes the last `enter` back if nothing was sent since.
   void leave() noexcept;
@@ -138,6 +139,7 @@ class TOPREDUCE_API Communicator {
   friend class Decorator;
   enum class Call : std::uint8_t { all_to_all = 1, all_gather, broadcast, barrier };
 
+  void stay();
   void compare_places();
   template <class PartFor>
   void gather(Call call, PartFor&& part_for, Inbox& inbox);
@@ -150,7 +152,7 @@ class TOPREDUCE_API Communicator {
     std::uint32_t epoch = 0;  // of the last frame
   };
   std::vector<Outgoing> outgoing_;  // by peer
-  bool sent_ = false;               // anything in this epoch
+  bool sent_ = true;                // anything since the last `enter`
   Traffic traffic_;
   std::uint32_t collectives_ = 0, collectives_before_ = 0;  // of this epoch and the last
   Inbox scratch_;

@@ -106,7 +106,7 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame) {
   }
   from.epoch = epoch;
   const Place place{static_cast<Place::Kind>(kind), load<std::uint64_t>(frame.data() + 8)};
-  if (epoch >= epoch_ && (from.places.empty() || from.places.back().first != epoch)) {
+  if (epoch >= oldest_ && (from.places.empty() || from.places.back().first != epoch)) {
     from.places.emplace_back(epoch, place);
   }
   read(peer, frame.subspan(kFrameHead));
@@ -131,9 +131,8 @@ void Mailbox::read(int peer, std::span<const std::byte> stream) {
       stream = stream.subspan(more - rest.size());
       from.cut = 0;
       from.open = true;
-      from.stale = from.epoch < epoch_;
       from.target = nullptr;
-      if (!from.stale) {
+      if (from.epoch >= oldest_) {
         Slot& slot = find_or_make(from.epoch, from.tag);
         if (slot.here[at(peer)] != 0) {
           return lose_locked(peer, Loss::damaged, "the same message twice");
@@ -211,21 +210,36 @@ void Mailbox::close() {
 void Mailbox::enter(const Place& place) {
   const std::lock_guard lock(mutex_);
   before_ = std::exchange(place_, place);
+  drop_before(epoch_);
   ++epoch_;
-  for (Peer& peer : peers_) {
-    peer.expected = 0;
-    if (peer.open && peer.epoch < epoch_) peer.target = nullptr;  // the rest of it is dropped
-    std::erase_if(peer.places, [&](const auto& heard) { return heard.first < epoch_; });
-  }
-  for (const auto& slot : slots_) {
-    if (slot->used && slot->epoch < epoch_) drop(*slot);
-  }
+  expect_nothing();
+}
+
+void Mailbox::stay() {
+  const std::lock_guard lock(mutex_);
+  drop_before(epoch_);
 }
 
 void Mailbox::leave() {
   const std::lock_guard lock(mutex_);
+  assert(oldest_ < epoch_);
   place_ = before_;
   --epoch_;
+  expect_nothing();
+}
+
+void Mailbox::drop_before(std::uint32_t epoch) {
+  oldest_ = epoch;
+  for (Peer& peer : peers_) {
+    if (peer.open && peer.epoch < epoch) peer.target = nullptr;  // the rest of it is dropped
+    std::erase_if(peer.places, [&](const auto& heard) { return heard.first < epoch; });
+  }
+  for (const auto& slot : slots_) {
+    if (slot->used && slot->epoch < epoch) drop(*slot);
+  }
+}
+
+void Mailbox::expect_nothing() {
   for (Peer& peer : peers_) peer.expected = 0;
   for (const auto& slot : slots_) std::ranges::fill(slot->expected, char{0});
 }
