@@ -2,5 +2,6 @@
 # the site documents them.
 set(public_headers
     topreduce.h api.h attendance.h errors.h layout.h methods.h reducer.h spec.h state.h stats.h
-    storage.h version.h comm/communicator.h comm/self.h comm/thread.h)
+    storage.h version.h comm/communicator.h comm/decorator.h comm/mailbox.h comm/self.h
+    comm/thread.h)
 set(public_mpi_headers comm/mpi.h)

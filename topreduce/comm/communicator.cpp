@@ -3,21 +3,18 @@
 #include <algorithm>
 #include <array>
 #include <cassert>
-#include <chrono>
 #include <cstring>
 #include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 
 namespace topreduce::comm {
 namespace {
 
 constexpr std::uint32_t kCollective = 0xffffffff;  // the exchange that collectives belong to
-
-// How long a wait keeps its core busy before it naps between looks, where nobody wakes it.
-constexpr std::chrono::microseconds kSpin(100), kNap(20);
 
 // Stops at the largest number instead of wrapping round to a small one.
 std::size_t total(std::span<const std::size_t> counts) {
@@ -62,21 +59,29 @@ Communicator::Communicator(int rank, int size, std::shared_ptr<Mailbox> mailbox)
 void Communicator::enter(const Place& place) {
   for (Outgoing& peer : outgoing_) peer.stream.clear();  // of a part that was broken off
   mailbox_->enter(place);
-  collectives_ = 0;
+  collectives_before_ = std::exchange(collectives_, 0);
   sent_ = false;
 }
 
 void Communicator::leave() noexcept {
   for (Outgoing& peer : outgoing_) peer.stream.clear();
-  if (!sent_ && mailbox_->epoch() > 0) mailbox_->leave();
+  if (sent_ || mailbox_->epoch() == 0) return;
+  mailbox_->leave();
+  collectives_ = collectives_before_;
   sent_ = true;  // there is no earlier one to take back
+}
+
+void Communicator::stay() {
+  if (!sent_) mailbox_->stay();
+  sent_ = true;
 }
 
 void Communicator::post(int peer, const Tag& tag, std::span<const std::byte> head,
                         std::span<const std::byte> bytes) {
   assert(peer != rank_ && peer >= 0 && peer < size_);
   Bytes& stream = outgoing_[at(peer)].stream;
-  make_room(stream, stream.size() + 32 + head.size() + bytes.size());
+  make_room(stream, stream.size() + Mailbox::kFrameHead + 32 + head.size() + bytes.size());
+  if (stream.empty()) stream.resize(Mailbox::kFrameHead);
   const std::size_t before = stream.size();
   append_varint(stream, tag.exchange);
   append_varint(stream, tag.round);
@@ -88,23 +93,25 @@ void Communicator::post(int peer, const Tag& tag, std::span<const std::byte> hea
 }
 
 void Communicator::flush() {
-  for (int peer = 0; peer < size_; ++peer) {
+  for (int turn = 1; turn < size_; ++turn) {  // not everyone to the same rank at once
+    const int peer = (rank_ + turn) % size_;
     Outgoing& to = outgoing_[at(peer)];
-    std::span<const std::byte> rest = to.stream;
-    while (!rest.empty()) {
-      const bool first = to.epoch != mailbox_->epoch();
-      const std::size_t head = first ? Mailbox::kFrameHead : 1;
-      const std::size_t count = std::min(rest.size(), frame_limit() - head);
-      make_room(frame_, head + count);
-      frame_.resize(head + count);
-      frame_[0] = Mailbox::kShortHead;
-      if (first) write_frame_head(mailbox_->epoch(), mailbox_->place(), frame_.data());
-      std::ranges::copy(rest.first(count), frame_.begin() + static_cast<std::ptrdiff_t>(head));
-      send_frame(peer, frame_);
-      traffic_.bytes_sent += head;
-      rest = rest.subspan(count);
-      sent_ = true;
+    std::size_t head = to.epoch == mailbox_->epoch() ? 1 : Mailbox::kFrameHead;
+    std::span<std::byte> rest = to.stream;
+    if (!rest.empty()) rest = rest.subspan(Mailbox::kFrameHead - head);
+    while (rest.size() > head) {
+      const auto frame = rest.first(std::min(rest.size(), frame_limit()));
+      if (head == 1) {
+        frame[0] = Mailbox::kShortHead;
+      } else {
+        write_frame_head(mailbox_->epoch(), mailbox_->place(), frame.data());
+      }
+      stay();
       to.epoch = mailbox_->epoch();
+      traffic_.bytes_sent += head;
+      send_frame(peer, frame);
+      head = 1;
+      rest = rest.subspan(frame.size() - head);  // the next head overwrites its end
     }
     to.stream.clear();
   }
@@ -116,15 +123,17 @@ void Communicator::poll() {
   if (mailbox_->differs()) compare_places();
 }
 
+void Patience::pause() const {
+  constexpr std::chrono::microseconds kNap(20);
+  if (Clock::now() >= until_) std::this_thread::sleep_for(kNap);
+}
+
 void Communicator::wait_for_any(std::uint64_t seen) {
-  using Clock = std::chrono::steady_clock;
   flush();
   if (mailbox_->version() != seen) return;
   if (!receive_frames()) return mailbox_->wait(seen);
-  const auto impatient = Clock::now() + kSpin;
-  while (mailbox_->version() == seen) {
-    if (Clock::now() >= impatient) std::this_thread::sleep_for(kNap);
-    receive_frames();
+  for (const Patience patience(spin()); mailbox_->version() == seen; receive_frames()) {
+    patience.pause();
   }
 }
 
@@ -139,7 +148,7 @@ void Communicator::compare_places() {
     send_frame(peer, frame);
     outgoing_[at(peer)].epoch = mailbox_->epoch();
   }
-  sent_ = true;
+  stay();
   for (;;) {
     const std::uint64_t seen = mailbox_->version();
     receive_frames();
@@ -173,12 +182,13 @@ void Communicator::gather(Call call, PartFor&& part_for, Inbox& inbox) {
   if (size_ > 1) ++traffic_.rounds;
   const Tag tag = next_collective();
   const auto head = static_cast<std::byte>(call);
-  for (int turn = 1; turn < size_; ++turn) {  // not everyone to the same rank at once
-    const int peer = (rank_ + turn) % size_;
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
     expect(tag, peer);
     post(peer, tag, {&head, 1}, part_for(peer));
   }
   wait(tag, at(size_ - 1));
+  settle();
   inbox.counts.clear();
   std::size_t bytes = 0;
   const auto own = part_for(rank_);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -29,6 +30,17 @@ struct TOPREDUCE_API Inbox {
   std::span<const std::byte> from(int rank) const;
 };
 
+/// Between looks at what nobody announces: keeps the core busy for a while, then naps.
+class TOPREDUCE_API Patience {
+ public:
+  explicit Patience(std::chrono::microseconds spin) : until_(Clock::now() + spin) {}
+  void pause() const;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point until_;
+};
+
 /// Moves bytes between ranks; knows nothing of gradients. One thread at a time.
 ///
 /// Below, messages from one rank to another, which wait for nobody: many can be under way, and what
@@ -46,8 +58,9 @@ class TOPREDUCE_API Communicator {
 
   // ---- messages ----
 
-  /// Starts another part of the program: messages of the last one that are still under way are
-  /// dropped on arrival. All ranks must enter the same places in the same order.
+  /// Starts another part of the program: with the first message that this rank sends in it, those
+  /// of the last one that nobody took are dropped, and so are those that are still under way. All
+  /// ranks must enter the same places in the same order.
   void enter(const Place& place);
   /// Takes the last `enter` back if nothing was sent since.
   void leave() noexcept;
@@ -79,6 +92,9 @@ class TOPREDUCE_API Communicator {
   /// Sends what was posted, and waits until anything comes.
   void wait_for_any(std::uint64_t seen);
   std::uint64_t version() const { return mailbox_->version(); }
+  /// Waits until what was sent has left this rank, where bytes move only while the transport is
+  /// called: before a rank computes for long, or peers wait for as long. Collectives end with it.
+  virtual void settle() {}
 
   // ---- collectives ----
 
@@ -114,12 +130,16 @@ class TOPREDUCE_API Communicator {
   /// Passes frames that have come to `mailbox().accept`. A transport whose frames are passed on by
   /// other threads does nothing, and says so by returning false.
   virtual bool receive_frames() { return false; }
+  /// More than the head of a frame.
   virtual std::size_t frame_limit() const { return std::size_t{1} << 30; }
+  /// How long a wait for frames keeps its core busy before it naps between looks.
+  virtual std::chrono::microseconds spin() const { return std::chrono::microseconds(100); }
 
  private:
   friend class Decorator;
   enum class Call : std::uint8_t { all_to_all = 1, all_gather, broadcast, barrier };
 
+  void stay();
   void compare_places();
   template <class PartFor>
   void gather(Call call, PartFor&& part_for, Inbox& inbox);
@@ -128,14 +148,13 @@ class TOPREDUCE_API Communicator {
   int rank_, size_;
   std::shared_ptr<Mailbox> mailbox_;
   struct Outgoing {
-    Bytes stream;
+    Bytes stream;                             // room for the head of a frame, then messages
     std::uint32_t epoch = ~std::uint32_t{0};  // of the last frame
   };
   std::vector<Outgoing> outgoing_;  // by peer
-  bool sent_ = false;               // anything in this epoch
-  Bytes frame_;
+  bool sent_ = true;                // anything since the last `enter`
   Traffic traffic_;
-  std::uint32_t collectives_ = 0;  // of this epoch
+  std::uint32_t collectives_ = 0, collectives_before_ = 0;  // of this epoch and the last
   Inbox scratch_;
   std::vector<std::size_t> counts_;  // all_reduce: bytes of each rank's part
 };

@@ -11,12 +11,15 @@ class TOPREDUCE_API Decorator : public Communicator {
   explicit Decorator(Communicator& inner)
       : Communicator(inner.rank(), inner.size(), inner.mailbox_), inner_(&inner) {}
 
+  void settle() override { inner_->settle(); }
+
  protected:
   void send_frame(int peer, std::span<const std::byte> frame) override {
     inner_->send_frame(peer, frame);
   }
   bool receive_frames() override { return inner_->receive_frames(); }
   std::size_t frame_limit() const override { return inner_->frame_limit(); }
+  std::chrono::microseconds spin() const override { return inner_->spin(); }
 
  private:
   Communicator* inner_;

@@ -17,6 +17,38 @@ constexpr std::uint8_t kVersion = 4;
 constexpr std::uint8_t kLastKind = static_cast<std::uint8_t>(Place::Kind::step);
 constexpr std::size_t kLeastRoom = 4096;  // bytes: short messages of any length share their memory
 
+constexpr std::size_t kMostVarint = 9;  // bytes
+
+enum class Head { whole, cut, bad };
+
+// Reads a number and moves on.
+Head read_number(std::span<const std::byte>& bytes, std::uint64_t& number) {
+  number = 0;
+  for (std::size_t i = 0; i < kMostVarint; ++i) {
+    if (i == bytes.size()) return Head::cut;
+    number |= static_cast<std::uint64_t>(bytes[i] & std::byte{0x7f}) << 7 * i;
+    if ((bytes[i] & std::byte{0x80}) == std::byte{0}) {
+      bytes = bytes.subspan(i + 1);
+      return Head::whole;
+    }
+  }
+  return Head::bad;
+}
+
+// Reads the head of a message, and moves on if it is whole.
+Head read_head(std::span<const std::byte>& bytes, Tag& tag, std::size_t& length) {
+  std::array<std::uint64_t, 3> numbers;
+  auto rest = bytes;
+  for (std::uint64_t& number : numbers) {
+    if (const Head head = read_number(rest, number); head != Head::whole) return head;
+  }
+  if ((numbers[0] | numbers[1]) >> 32 != 0) return Head::bad;
+  tag = {static_cast<std::uint32_t>(numbers[0]), static_cast<std::uint32_t>(numbers[1])};
+  length = static_cast<std::size_t>(numbers[2]);
+  bytes = rest;
+  return Head::whole;
+}
+
 }  // namespace
 
 std::string to_string(const Place& place) {
@@ -40,15 +72,7 @@ void append_varint(Bytes& out, std::uint64_t number) {
 }
 
 bool read_varint(std::span<const std::byte>& bytes, std::uint64_t& number) {
-  number = 0;
-  for (std::size_t i = 0; i < bytes.size() && i < 9; ++i) {
-    number |= static_cast<std::uint64_t>(bytes[i] & std::byte{0x7f}) << 7 * i;
-    if ((bytes[i] & std::byte{0x80}) == std::byte{0}) {
-      bytes = bytes.subspan(i + 1);
-      return true;
-    }
-  }
-  return false;
+  return read_number(bytes, number) == Head::whole;
 }
 
 void write_frame_head(std::uint32_t epoch, const Place& place, std::byte* out) {
@@ -84,13 +108,13 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame) {
                            std::to_string(kVersion));
   }
   const auto epoch = load<std::uint32_t>(frame.data() + 12);
-  if (epoch < from.epoch || (from.open && epoch != from.epoch)) {
+  if (epoch < from.epoch || ((from.open || from.cut > 0) && epoch != from.epoch)) {
     return lose_locked(peer, Loss::damaged, "a frame out of order");
   }
   from.epoch = epoch;
   from.heard = true;
   const Place place{static_cast<Place::Kind>(kind), load<std::uint64_t>(frame.data() + 4)};
-  if (epoch >= epoch_ && (from.places.empty() || from.places.back().first != epoch)) {
+  if (epoch >= oldest_ && (from.places.empty() || from.places.back().first != epoch)) {
     from.places.emplace_back(epoch, place);
   }
   read(peer, frame.subspan(kFrameHead));
@@ -98,19 +122,25 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame) {
 
 void Mailbox::read(int peer, std::span<const std::byte> stream) {
   Peer& from = peers_[at(peer)];
-  while (!stream.empty() || (from.open && from.missing == 0)) {
+  while (!stream.empty()) {
     if (!from.open) {
-      std::uint64_t exchange, round, bytes;
-      if (!read_varint(stream, exchange) || !read_varint(stream, round) ||
-          !read_varint(stream, bytes) || (exchange | round) >> 32 != 0) {
+      // Frames end anywhere, in the middle of a head too: its start was kept.
+      const std::size_t kept = from.cut, more = std::min(stream.size(), kMostHead - kept);
+      std::ranges::copy(stream.first(more), from.head.begin() + static_cast<std::ptrdiff_t>(kept));
+      std::span<const std::byte> rest(from.head.data(), kept + more);
+      const Head head = read_head(rest, from.tag, from.missing);
+      if (head == Head::bad) {
         return lose_locked(peer, Loss::damaged, "a message without a head");
       }
-      from.tag = {static_cast<std::uint32_t>(exchange), static_cast<std::uint32_t>(round)};
-      from.missing = static_cast<std::size_t>(bytes);
+      if (head == Head::cut) {
+        from.cut = kept + more;
+        return;
+      }
+      stream = stream.subspan(more - rest.size());
+      from.cut = 0;
       from.open = true;
-      from.stale = from.epoch < epoch_;
       from.target = nullptr;
-      if (!from.stale) {
+      if (from.epoch >= oldest_) {
         Slot& slot = find_or_make(from.epoch, from.tag);
         if (slot.here[at(peer)] != 0) {
           return lose_locked(peer, Loss::damaged, "the same message twice");
@@ -188,21 +218,36 @@ void Mailbox::close() {
 void Mailbox::enter(const Place& place) {
   const std::lock_guard lock(mutex_);
   before_ = std::exchange(place_, place);
+  drop_before(epoch_);
   ++epoch_;
-  for (Peer& peer : peers_) {
-    peer.expected = 0;
-    if (peer.open && peer.epoch < epoch_) peer.target = nullptr;  // the rest of it is dropped
-    std::erase_if(peer.places, [&](const auto& heard) { return heard.first < epoch_; });
-  }
-  for (const auto& slot : slots_) {
-    if (slot->used && slot->epoch < epoch_) drop(*slot);
-  }
+  expect_nothing();
+}
+
+void Mailbox::stay() {
+  const std::lock_guard lock(mutex_);
+  drop_before(epoch_);
 }
 
 void Mailbox::leave() {
   const std::lock_guard lock(mutex_);
+  assert(oldest_ < epoch_);
   place_ = before_;
   --epoch_;
+  expect_nothing();
+}
+
+void Mailbox::drop_before(std::uint32_t epoch) {
+  oldest_ = epoch;
+  for (Peer& peer : peers_) {
+    if (peer.open && peer.epoch < epoch) peer.target = nullptr;  // the rest of it is dropped
+    std::erase_if(peer.places, [&](const auto& heard) { return heard.first < epoch; });
+  }
+  for (const auto& slot : slots_) {
+    if (slot->used && slot->epoch < epoch) drop(*slot);
+  }
+}
+
+void Mailbox::expect_nothing() {
   for (Peer& peer : peers_) peer.expected = 0;
   for (const auto& slot : slots_) std::ranges::fill(slot->expected, char{0});
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -50,7 +51,7 @@ enum class Loss { gone, damaged };
 ///   exchange, round, bytes: LEB128 | the bytes
 ///
 /// An epoch is one stay at a place: all ranks count them alike, so what comes of an epoch that this
-/// rank has left is dropped, and what comes early waits.
+/// rank has left for good is dropped, and what comes early waits.
 class TOPREDUCE_API Mailbox {
  public:
   static constexpr std::size_t kFrameHead = 16;
@@ -73,7 +74,9 @@ class TOPREDUCE_API Mailbox {
   std::uint32_t epoch() const { return epoch_; }
   const Place& place() const { return place_; }
   void enter(const Place& place);
-  /// Takes the last `enter` back: nothing was sent since.
+  /// There is no way back any more: forgets what is left of earlier places.
+  void stay();
+  /// Takes the last `enter` back, before `stay`.
   void leave();
 
   /// From now on this rank waits for a message of `peer`.
@@ -100,6 +103,8 @@ class TOPREDUCE_API Mailbox {
   std::uint64_t bytes_received() const;
 
  private:
+  static constexpr std::size_t kMostHead = 27;  // bytes: three numbers
+
   struct Slot {  // the messages of one tag
     bool used = false;
     std::uint32_t epoch = 0;
@@ -120,7 +125,8 @@ class TOPREDUCE_API Mailbox {
     Tag tag;
     std::size_t missing = 0;  // bytes still to come
     bool open = false;
-    bool stale = false;
+    std::array<std::byte, kMostHead> head{};  // of a message that a frame cut
+    std::size_t cut = 0;                      // bytes of it that are here
     Bytes* target = nullptr;
   };
 
@@ -129,6 +135,8 @@ class TOPREDUCE_API Mailbox {
   void read(int peer, std::span<const std::byte> stream);
   void finish_message(int peer);
   void drop(Slot& slot);
+  void drop_before(std::uint32_t epoch);
+  void expect_nothing();
   const Place* place_of(const Peer& peer) const;  // in this epoch; null: not heard of
   void lose_locked(int peer, Loss loss, const std::string& why);
 
@@ -136,7 +144,7 @@ class TOPREDUCE_API Mailbox {
   std::condition_variable changed_, wanted_;
   std::vector<Peer> peers_;
   std::vector<std::unique_ptr<Slot>> slots_;
-  std::uint32_t epoch_ = 0;
+  std::uint32_t epoch_ = 0, oldest_ = 0;  // messages before `oldest_` are dropped
   Place place_, before_;
   std::uint64_t version_ = 0;
   std::uint64_t bytes_received_ = 0;

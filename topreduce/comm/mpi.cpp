@@ -1,11 +1,9 @@
-// An exchange goes in turns. In turn t every rank sends to the rank t places after it and receives
-// from the one t places before it, so that no rank is everyone's partner at once:
+// A frame is one message of MPI, all with one tag, so that those of a peer keep their order. It is
+// copied and sent without waiting. The receiver probes for whatever has come, and takes it from MPI
+// in the order in which it was sent.
 //
-//   turn 1:  0 -> 1 -> 2 -> 3 -> 0        turn 2:  0 <-> 2, 1 <-> 3        turn 3: as 1, backwards
-//
-// A few turns are under way at the same time. Lengths go first, each in a message of its own; the
-// parts of the first turns follow without waiting for an answer, so small ones arrive together with
-// their lengths and the exchange takes one trip through the network.
+// A rank that leaves sends an empty message, its last, and waits for those of the others: what came
+// before it has then been received, and no later communicator can meet it.
 
 #include "topreduce/comm/mpi.h"
 
@@ -13,13 +11,15 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
-#include <thread>
+#include <utility>
 
 namespace topreduce::comm {
 namespace {
 
-constexpr int kLength = 1, kPart = 2;  // tags
-constexpr int kEveryone = -1;          // as a partner: the call concerns all ranks
+constexpr int kTag = 1;
+constexpr int kEveryone = -1;                                // as a peer: the call concerns all
+constexpr std::size_t kMostUnderWay = std::size_t{1} << 26;  // bytes to one peer
+constexpr std::chrono::seconds kForLong(3), kForever = std::chrono::hours(1 << 20);
 
 void expect_running() {
   int started = 0, ended = 0;
@@ -32,6 +32,25 @@ void expect_running() {
   }
 }
 
+int rank_in(MPI_Comm comm, const MpiLimits& limits) {
+  constexpr std::size_t kLeast = Mailbox::kFrameHead + 1, kMost = std::numeric_limits<int>::max();
+  if (limits.piece < kLeast || limits.piece > kMost) {
+    throw std::invalid_argument("Mpi: a piece has " + std::to_string(kLeast) + " to " +
+                                std::to_string(kMost) + " bytes, not " +
+                                std::to_string(limits.piece));
+  }
+  expect_running();
+  int rank = 0;
+  MPI_Comm_rank(comm, &rank);
+  return rank;
+}
+
+int size_of(MPI_Comm comm) {
+  int size = 1;
+  MPI_Comm_size(comm, &size);
+  return size;
+}
+
 std::string text_of(int code) {
   char text[MPI_MAX_ERROR_STRING];
   int length = 0;
@@ -41,165 +60,219 @@ std::string text_of(int code) {
 
 }  // namespace
 
-Mpi::Mpi(MPI_Comm comm, MpiLimits limits) : limits_(limits) {
-  constexpr std::size_t kMost = std::numeric_limits<int>::max();
-  if (limits.piece < 1 || limits.piece > kMost || limits.partners < 1) {
-    throw std::invalid_argument("Mpi: a piece has 1 to " + std::to_string(kMost) +
-                                " bytes, and there is at least 1 partner at once");
-  }
-  expect_running();
-  call_ = "Mpi";
+Mpi::Mpi(MPI_Comm comm, MpiLimits limits)
+    : Communicator(rank_in(comm, limits), size_of(comm)), limits_(limits) {
   check(MPI_Comm_dup(comm, &comm_), kEveryone);
   check(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), kEveryone);
-  check(MPI_Comm_rank(comm_, &rank_), kEveryone);
-  check(MPI_Comm_size(comm_, &size_), kEveryone);
-  const auto ranks = static_cast<std::size_t>(size_);
-  lengths_out_.resize(ranks);
-  lengths_in_.resize(ranks);
-  starts_out_.resize(ranks);
-  starts_in_.resize(ranks);
+  sending_.resize(at(size()));
+  receiving_.resize(at(size()));
+  gone_.resize(at(size()));
 }
 
 Mpi::~Mpi() {
-  // After a failure messages may still be under way; a communicator that took over the place of
-  // this one would receive them.
-  if (broken_) return;
   int ended = 0;
-  if (MPI_Finalized(&ended) == MPI_SUCCESS && ended == 0) MPI_Comm_free(&comm_);
+  if (MPI_Finalized(&ended) != MPI_SUCCESS || ended != 0) return;
+  if (take_leave()) {
+    MPI_Comm_free(&comm_);
+    return;
+  }
+  // Messages may still be under way. A communicator that took over the place of this one would
+  // receive them, and MPI may still use their memory: both stay for as long as MPI does.
+  new Moves(std::move(sends_));
+  new Moves(std::move(receives_));
 }
 
-template <class PartFor>
-void Mpi::exchange(PartFor part_for, Inbox& inbox) {
-  if (broken_) fail("this communicator has failed before", kEveryone);
-  const auto to = [&](int turn) { return (rank_ + turn) % size_; };
-  const auto from = [&](int turn) { return (rank_ + size_ - turn) % size_; };
-  const auto at = [](int rank) { return static_cast<std::size_t>(rank); };
-  const int turns = size_ - 1, at_once = std::min(limits_.partners, turns);
-  for (Moves* moves : {&lengths_, &sends_, &receives_}) {
-    moves->started.clear();
-    moves->ends.assign(1, 0);
-  }
-
-  for (int turn = 1; turn <= turns; ++turn) {
-    std::uint64_t& incoming = lengths_in_[at(from(turn))];
-    std::uint64_t& outgoing = lengths_out_[at(to(turn))];
-    outgoing = part_for(at(to(turn))).size();
-    receive(std::as_writable_bytes(std::span(&incoming, 1)), from(turn), kLength, lengths_);
-    send(std::as_bytes(std::span(&outgoing, 1)), to(turn), kLength, lengths_);
-    lengths_.ends.push_back(lengths_.started.size());
-  }
-  const auto send_part = [&](int turn) {
-    send(part_for(at(to(turn))), to(turn), kPart, sends_);
-    sends_.ends.push_back(sends_.started.size());
-  };
-  for (int turn = 1; turn <= at_once; ++turn) send_part(turn);
-  for (int turn = 1; turn <= turns; ++turn) wait(lengths_, turn);
-
-  const auto own = part_for(at(rank_));
-  lengths_in_[at(rank_)] = own.size();
-  inbox.counts.assign(lengths_in_.begin(), lengths_in_.end());
-  std::size_t total = 0;
-  for (std::size_t r = 0; r < starts_in_.size(); total += inbox.counts[r++]) starts_in_[r] = total;
-  make_room(inbox.bytes, total);
-  inbox.bytes.resize(total);
-  const auto room_for = [&](int rank) {
-    return std::span(inbox.bytes).subspan(starts_in_[at(rank)], inbox.counts[at(rank)]);
-  };
-
-  const auto finish = [&](int turn) {
-    wait(sends_, turn);
-    wait(receives_, turn);
-  };
-  for (int turn = 1; turn <= turns; ++turn) {
-    if (turn > at_once) {
-      finish(turn - at_once);
-      send_part(turn);
+// Whether nothing is under way any more.
+bool Mpi::take_leave() noexcept {
+  try {
+    if (broken_) {  // others may wait; if MPI can still tell them, it does
+      for (int peer = 0; peer < size(); ++peer) {
+        MPI_Request request = MPI_REQUEST_NULL;
+        if (peer == rank()) continue;
+        if (MPI_Isend(nullptr, 0, MPI_BYTE, peer, kTag, comm_, &request) != MPI_SUCCESS) continue;
+        MPI_Request_free(&request);
+      }
+      return false;
     }
-    receive(room_for(from(turn)), from(turn), kPart, receives_);
-    receives_.ends.push_back(receives_.started.size());
-  }
-  std::ranges::copy(own, room_for(rank_).begin());
-  for (int turn = turns - at_once + 1; turn <= turns; ++turn) finish(turn);
-}
-
-// Pieces of a part keep their order, since they have the same tag.
-void Mpi::send(std::span<const std::byte> bytes, int partner, int tag, Moves& moves) {
-  for (; !bytes.empty(); bytes = bytes.subspan(std::min(bytes.size(), limits_.piece))) {
-    const auto length = static_cast<int>(std::min(bytes.size(), limits_.piece));
-    Move& move = moves.started.emplace_back(Move{MPI_REQUEST_NULL, partner});
-    check(MPI_Isend(bytes.data(), length, MPI_BYTE, partner, tag, comm_, &move.request), partner);
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer != rank()) send(peer, {});
+    }
+    gone_[at(rank())] = 1;
+    const auto all_gone = [&] { return std::ranges::find(gone_, char{0}) == gone_.end(); };
+    return progress_until([&] { return sends_.frames.empty() && all_gone(); }, kForLong);
+  } catch (...) {
+    return false;
   }
 }
 
-void Mpi::receive(std::span<std::byte> bytes, int partner, int tag, Moves& moves) {
-  for (; !bytes.empty(); bytes = bytes.subspan(std::min(bytes.size(), limits_.piece))) {
-    const auto length = static_cast<int>(std::min(bytes.size(), limits_.piece));
-    Move& move = moves.started.emplace_back(Move{MPI_REQUEST_NULL, partner});
-    check(MPI_Irecv(bytes.data(), length, MPI_BYTE, partner, tag, comm_, &move.request), partner);
-  }
-}
-
-void Mpi::wait(Moves& moves, int turn) {
-  const auto t = static_cast<std::size_t>(turn);
-  for (std::size_t i = moves.ends[t - 1]; i < moves.ends[t]; ++i) {
-    Move& move = moves.started[i];
-    wait(move.request, move.partner);
-  }
-}
-
-// MPI_Wait would keep the core busy for as long as the network takes; the gradients of the next
-// layers can use it better, and so can a rank that shares it.
-void Mpi::wait(MPI_Request& request, int partner) {
+// False if it is not done in time.
+template <class Done>
+bool Mpi::progress_until(Done&& done, std::chrono::seconds at_most) {
   using Clock = std::chrono::steady_clock;
-  constexpr std::chrono::microseconds kNap(20);
-  const auto impatient = Clock::now() + limits_.spin;
-  for (int done = 0;;) {
-    check(MPI_Test(&request, &done, MPI_STATUS_IGNORE), partner);
-    if (done != 0) return;
-    if (Clock::now() < impatient) continue;
-    std::this_thread::sleep_for(kNap);
+  const auto end = Clock::now() + at_most;
+  for (const Patience patience(limits_.spin); !done(); patience.pause()) {
+    receive_frames();
+    if (Clock::now() >= end) return done();
+  }
+  return true;
+}
+
+// ---- sending -----------------------------------------------------------------------------------
+
+void Mpi::send_frame(int peer, std::span<const std::byte> frame) {
+  if (broken_) fail("this communicator has failed before", kEveryone);
+  const auto fits = [&] {
+    return gone_[at(peer)] != 0 || sending_[at(peer)] == 0 ||
+           sending_[at(peer)] + frame.size() <= kMostUnderWay;
+  };
+  // Receives meanwhile: the peer may be waiting for the same.
+  if (!fits()) progress_until(fits, kForever);
+  if (gone_[at(peer)] == 0) send(peer, frame);
+}
+
+void Mpi::send(int peer, std::span<const std::byte> bytes) {
+  Frame& frame = sends_.frames.emplace_back(Frame{peer, take_buffer(bytes.size())});
+  std::ranges::copy(bytes, frame.bytes.begin());
+  sends_.requests.push_back(MPI_REQUEST_NULL);
+  sending_[at(peer)] += bytes.size();
+  check(MPI_Isend(frame.bytes.data(), static_cast<int>(bytes.size()), MPI_BYTE, peer, kTag, comm_,
+                  &sends_.requests.back()),
+        peer);
+}
+
+void Mpi::reap_sends() {
+  test(sends_);
+  for (std::size_t i = sends_.frames.size(); i-- > 0;) {
+    if (sends_.requests[i] != MPI_REQUEST_NULL) continue;
+    Frame& frame = sends_.frames[i];
+    sending_[at(frame.peer)] -= frame.bytes.size();
+    spare_.push_back(std::move(frame.bytes));
+    std::swap(frame, sends_.frames.back());
+    std::swap(sends_.requests[i], sends_.requests.back());
+    sends_.frames.pop_back();
+    sends_.requests.pop_back();
   }
 }
 
-void Mpi::check(int code, int partner) {
-  if (code != MPI_SUCCESS) fail(text_of(code), partner);
+// Ranks that share cores get nowhere if one of them computes while its bytes wait to be fetched.
+void Mpi::settle() {
+  progress_until([&] { return sends_.frames.empty(); }, kForLong);
 }
 
-// What was started cannot be taken back for certain: MPI is asked to forget it, and this
-// communicator is not used again.
-void Mpi::fail(const std::string& what, int partner) {
-  broken_ = true;
-  for (Moves* moves : {&lengths_, &sends_, &receives_}) {
-    for (Move& move : moves->started) {
-      if (move.request == MPI_REQUEST_NULL) continue;
-      MPI_Cancel(&move.request);
-      MPI_Request_free(&move.request);
+// ---- receiving ---------------------------------------------------------------------------------
+
+bool Mpi::receive_frames() {
+  if (broken_) fail("this communicator has failed before", kEveryone);
+  if (size() == 1) return true;
+  reap_sends();
+  reap_receives();
+  for (;;) {
+    int found = 0;
+    MPI_Message message = MPI_MESSAGE_NULL;
+    MPI_Status status;
+    check(MPI_Improbe(MPI_ANY_SOURCE, kTag, comm_, &found, &message, &status), kEveryone);
+    if (found == 0) return true;
+    int count = 0;
+    check(MPI_Get_count(&status, MPI_BYTE, &count), status.MPI_SOURCE);
+    receive(status.MPI_SOURCE, count, message);
+  }
+}
+
+void Mpi::receive(int peer, int count, MPI_Message& message) {
+  Frame frame{peer, take_buffer(static_cast<std::size_t>(count))};
+  MPI_Request request = MPI_REQUEST_NULL;
+  check(MPI_Imrecv(frame.bytes.data(), count, MPI_BYTE, &message, &request), peer);
+  if (receiving_[at(peer)] == 0) {  // short ones are here already
+    int done = 0;
+    const int code = MPI_Test(&request, &done, MPI_STATUS_IGNORE);
+    if (code == MPI_SUCCESS && done != 0) return deliver(std::move(frame));
+    check(code, peer);
+  }
+  receives_.frames.push_back(std::move(frame));
+  receives_.requests.push_back(request);
+  ++receiving_[at(peer)];
+}
+
+// Takes those that are done, but none before an earlier one of the same peer.
+void Mpi::reap_receives() {
+  test(receives_);
+  for (std::size_t i = 0; i < receives_.frames.size();) {
+    const auto place = static_cast<std::ptrdiff_t>(i);
+    const auto earlier = std::span(receives_.frames).first(i);
+    const int peer = receives_.frames[i].peer;
+    if (receives_.requests[i] != MPI_REQUEST_NULL ||
+        std::ranges::find(earlier, peer, &Frame::peer) != earlier.end()) {
+      ++i;
+      continue;
+    }
+    Frame frame = std::move(receives_.frames[i]);
+    receives_.frames.erase(receives_.frames.begin() + place);
+    receives_.requests.erase(receives_.requests.begin() + place);
+    --receiving_[at(peer)];
+    deliver(std::move(frame));
+  }
+}
+
+void Mpi::deliver(Frame&& frame) {
+  if (frame.bytes.empty()) {
+    gone_[at(frame.peer)] = 1;
+    mailbox().lose(frame.peer, Loss::gone, "it has left the group");
+  } else {
+    mailbox().accept(frame.peer, frame.bytes);
+  }
+  spare_.push_back(std::move(frame.bytes));
+}
+
+// ---- both --------------------------------------------------------------------------------------
+
+// Requests that are done become null.
+void Mpi::test(Moves& moves) {
+  if (moves.requests.empty()) return;
+  finished_.resize(moves.requests.size());
+  statuses_.resize(moves.requests.size());
+  int count = 0;
+  const int code = MPI_Testsome(static_cast<int>(moves.requests.size()), moves.requests.data(),
+                                &count, finished_.data(), statuses_.data());
+  if (code == MPI_SUCCESS) return;
+  int kind = code;
+  MPI_Error_class(code, &kind);
+  for (int i = 0; kind == MPI_ERR_IN_STATUS && i < count; ++i) {
+    const auto place = static_cast<std::size_t>(finished_[static_cast<std::size_t>(i)]);
+    check(statuses_[static_cast<std::size_t>(i)].MPI_ERROR, moves.frames[place].peer);
+  }
+  check(code, kEveryone);
+}
+
+// The smallest that is large enough, or else the largest.
+Bytes Mpi::take_buffer(std::size_t size) {
+  auto best = spare_.begin();
+  for (auto next = spare_.begin(); next != spare_.end(); ++next) {
+    const bool enough = next->capacity() >= size;
+    if (best->capacity() >= size ? enough && next->capacity() < best->capacity()
+                                 : next->capacity() > best->capacity()) {
+      best = next;
     }
   }
-  throw CommError(std::string(call_) + " on rank " + std::to_string(rank_) +
-                  (partner == kEveryone ? "" : ", with rank " + std::to_string(partner)) + ": " +
-                  what);
+  Bytes bytes;
+  if (best != spare_.end() && size > 0) {
+    std::swap(bytes, *best);
+    std::swap(*best, spare_.back());
+    spare_.pop_back();
+  }
+  bytes.clear();
+  make_room(bytes, size);
+  bytes.resize(size);
+  return bytes;
 }
 
-void Mpi::do_all_to_all(std::span<const std::byte> send, std::span<const std::size_t> counts,
-                        Inbox& inbox) {
-  call_ = "all_to_all";
-  for (std::size_t r = 0, start = 0; r < counts.size(); start += counts[r++])
-    starts_out_[r] = start;
-  exchange([&](std::size_t r) { return send.subspan(starts_out_[r], counts[r]); }, inbox);
+void Mpi::check(int code, int peer) {
+  if (code != MPI_SUCCESS) fail(text_of(code), peer);
 }
 
-void Mpi::do_all_gather(std::span<const std::byte> mine, Inbox& inbox) {
-  call_ = "all_gather";
-  exchange([mine](std::size_t) { return mine; }, inbox);
-}
-
-void Mpi::do_barrier() {
-  call_ = "barrier";
-  if (broken_) fail("this communicator has failed before", kEveryone);
-  MPI_Request request = MPI_REQUEST_NULL;
-  check(MPI_Ibarrier(comm_, &request), kEveryone);
-  wait(request, kEveryone);
+void Mpi::fail(const std::string& what, int peer) {
+  broken_ = true;
+  throw CommError("MPI on rank " + std::to_string(rank()) +
+                  (peer == kEveryone ? "" : ", with rank " + std::to_string(peer)) + ": " + what);
 }
 
 }  // namespace topreduce::comm
