@@ -1,7 +1,7 @@
 // The order of a step, and nothing else of it:
 //
 //   begin    open the transaction
-//   add      look, choose, exchange            per bucket (granularity=bucket), while others still
+//   add      look, choose, exchange            each bucket that is complete, while others still
 //   finish   look, choose, exchange            compute; or once, for the whole model
 //            vote, commit, decode              all of it, or nothing
 //
@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "topreduce/agreement.h"
+#include "topreduce/bucket_plan.h"
 #include "topreduce/fingerprint.h"
 #include "topreduce/floating.h"
 #include "topreduce/parcel.h"
@@ -25,6 +26,7 @@
 #include "topreduce/roll_call.h"
 #include "topreduce/state_range.h"
 #include "topreduce/version.h"
+#include "topreduce/wire/little_endian.h"
 
 namespace topreduce {
 namespace {
@@ -40,6 +42,12 @@ enum class Regime { compress, dense, bypass };
 constexpr double kLargestSum = 0x1p100;
 constexpr double kUsualLossScale = 0x1p24;
 
+void expect_entries(const char* caller, std::size_t given, std::size_t wanted) {
+  if (given == wanted) return;
+  throw std::invalid_argument(std::string(caller) + ": the gradient has " + std::to_string(given) +
+                              " entries, its parameters have " + std::to_string(wanted));
+}
+
 }  // namespace
 
 struct TOPREDUCE_INSIDE Reducer::Inside {
@@ -47,6 +55,8 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
       : layout(std::move(whole)), given(method), pipeline(layout, method) {
     introduce();
     added.assign(layout.count(), 0);
+    held.resize(layout.count());
+    forget_order();
   }
 
   // Settings changed: the ranks must agree anew.
@@ -67,14 +77,23 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
     device = wanted;
   }
 
+  // How the model is cut into buckets.
+  void forget_order();
+  void agree_on_order(Communicator& communicator);
+  void plan_buckets();
+
   void begin(Communicator& communicator, float scale);
   void add(std::span<const std::size_t> parameters, std::span<float> gradient, float most);
+  void relocate(std::span<const std::size_t> parameters, std::span<float> gradient);
   void attend(const Attendance& attendance);
   void finish();
   void abandon() noexcept;
 
-  Parcel& new_parcel(Home home);
+  void expect_closed(const char* caller) const;
   std::size_t take_note(std::span<const std::size_t> parameters);
+  Parcel& parcel_of(std::size_t parameter);
+  void start_complete_buckets();
+  void start(std::size_t bucket);
   Regime regime_of_step() const;
   Pending pending(const Parcel& parcel) const;
   feedback::Feedback& memory(const Parcel& parcel);
@@ -103,6 +122,13 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   StepStats stats;
   std::vector<std::size_t> everything;  // the numbers of all parameters, for `average`
 
+  // The order that buckets follow: reversed, until a step has been finished and so observed; that
+  // of rank 0 then, agreed upon at every `begin` until a step has been finished with it.
+  enum class Order { reversed, observed, agreed } order_is = Order::reversed;
+  std::vector<std::size_t> order;
+  BucketPlan plan;
+  Bytes order_bytes;
+
   // The open step.
   Communicator* comm = nullptr;
   comm::Traffic traffic_before;
@@ -112,10 +138,18 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   select::Budget budget;
   exchange::Courier courier;
   RollCall roll;
-  std::vector<char> added;  // per parameter of the layout
+  // What the caller handed over of a parameter.
+  struct Held {
+    std::span<float> gradient;
+    float most = 0;
+  };
+  std::vector<char> added;            // per parameter of the layout
+  std::vector<Held> held;             // the same
+  std::vector<std::size_t> arrivals;  // parameters, in the order they were added
   std::size_t missing = 0;
-  std::vector<Parcel> parcels;  // reused from step to step; the first `open_parcels` are in use
-  std::size_t open_parcels = 0;
+  std::vector<std::size_t> missing_of;  // the same by bucket
+  std::size_t started = 0;              // buckets
+  std::vector<Parcel> parcels;          // two for each bucket, compressed and kept; reused
   StepStats running;
 };
 
@@ -135,8 +169,42 @@ Regime Reducer::Inside::regime_of_step() const {
   return bits < whole.values * of_value ? Regime::compress : Regime::dense;
 }
 
+void Reducer::Inside::expect_closed(const char* caller) const {
+  if (comm == nullptr) return;
+  throw std::invalid_argument(std::string(caller) + ": a step is open; finish or abandon it first");
+}
+
+// Others may join who have seen no step: all start as they do.
+void Reducer::Inside::forget_order() {
+  order = reverse_order(layout);
+  order_is = Order::reversed;
+  plan_buckets();
+}
+
+void Reducer::Inside::agree_on_order(Communicator& communicator) {
+  if (order_is != Order::observed || pipeline.granularity == Granularity::model) return;
+  order_bytes.resize(order.size() * sizeof(std::uint32_t));
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    wire::store(order_bytes.data() + i * sizeof(std::uint32_t),
+                static_cast<std::uint32_t>(order[i]));
+  }
+  communicator.broadcast(order_bytes, 0);
+  std::vector<std::size_t> heard(order.size());
+  for (std::size_t i = 0; i < heard.size(); ++i) {
+    heard[i] = wire::load<std::uint32_t>(order_bytes.data() + i * sizeof(std::uint32_t));
+  }
+  if (!is_order(heard, layout.count())) {
+    throw WireError("step " + std::to_string(step) + ": rank 0 sent no order of the parameters");
+  }
+  order = std::move(heard);
+  plan_buckets();
+}
+
+void Reducer::Inside::plan_buckets() {
+  plan = BucketPlan(layout, order, pipeline.bucket_entries);
+}
+
 void Reducer::Inside::begin(Communicator& communicator, float scale) {
-  if (comm != nullptr) throw std::invalid_argument("begin: the last step is still open");
   if (in_parts) {
     throw std::runtime_error("begin: a commit or a load was broken off around step " +
                              std::to_string(step) +
@@ -161,23 +229,19 @@ void Reducer::Inside::begin(Communicator& communicator, float scale) {
   courier.begin(*comm, running, *pipeline.threads);
   roll.begin(layout.count(), comm->size());
   std::ranges::fill(added, 0);
+  arrivals.clear();
   missing = layout.count();
-  open_parcels = 0;
+  missing_of.resize(plan.count());
+  for (std::size_t b = 0; b < plan.count(); ++b) missing_of[b] = plan[b].size();
+  started = 0;
+  parcels.resize(2 * plan.count());
+  for (std::size_t i = 0; i < parcels.size(); ++i) {
+    parcels[i].open(i % 2 == 0 ? Home::compressed : Home::kept);
+  }
   if (regime == Regime::compress) {
     if (pipeline.selector) pipeline.selector->begin(budget);
     pipeline.exchange->begin(budget);
   }
-  if (pipeline.granularity == Granularity::model) {
-    new_parcel(Home::compressed);
-    new_parcel(Home::kept);
-  }
-}
-
-Parcel& Reducer::Inside::new_parcel(Home home) {
-  if (open_parcels == parcels.size()) parcels.emplace_back();
-  Parcel& parcel = parcels[open_parcels++];
-  parcel.open(home);
-  return parcel;
 }
 
 // ---- buckets -----------------------------------------------------------------------------------
@@ -196,7 +260,9 @@ std::size_t Reducer::Inside::take_note(std::span<const std::size_t> parameters) 
                                   "' was added twice in step " + std::to_string(step));
     }
     size += layout[id].size;
+    arrivals.push_back(id);
     --missing;
+    --missing_of[plan.bucket_of(id)];
   }
   return size;
 }
@@ -207,40 +273,68 @@ void Reducer::Inside::add(std::span<const std::size_t> parameters, std::span<flo
     throw std::invalid_argument("add: most must be a positive number, not " + std::to_string(most));
   }
   const std::size_t size = take_note(parameters);
-  if (!on_device && size != gradient.size()) {
-    throw std::invalid_argument("add: the gradient has " + std::to_string(gradient.size()) +
-                                " entries, its parameters have " + std::to_string(size));
-  }
-  const bool now = pipeline.granularity == Granularity::bucket;
-  const std::size_t first = now ? open_parcels : 0;
-  if (now) {
-    new_parcel(Home::compressed);
-    new_parcel(Home::kept);
-  }
+  if (!on_device) expect_entries("add", gradient.size(), size);
   std::size_t start = 0;
   for (const std::size_t id : parameters) {
+    held[id] = {on_device ? gradient : gradient.subspan(start, layout[id].size), most};
+    start += layout[id].size;
+  }
+  if (pipeline.granularity == Granularity::bucket) start_complete_buckets();
+}
+
+void Reducer::Inside::relocate(std::span<const std::size_t> parameters, std::span<float> gradient) {
+  if (comm == nullptr) throw std::invalid_argument("relocate: no step is open");
+  if (on_device) throw std::invalid_argument("relocate: gradients stay on the device");
+  std::size_t size = 0;
+  for (const std::size_t id : parameters) {
+    if (id >= layout.count() || added[id] == 0) {
+      throw std::invalid_argument(
+          "relocate: parameter " +
+          (id < layout.count() ? "'" + layout[id].name + "'" : std::to_string(id)) +
+          " was not added in step " + std::to_string(step));
+    }
+    size += layout[id].size;
+  }
+  expect_entries("relocate", gradient.size(), size);
+  for (const std::size_t id : parameters) {
+    held[id].gradient = gradient.first(layout[id].size);
+    gradient = gradient.subspan(layout[id].size);
+    if (plan.bucket_of(id) >= started) continue;
+    std::vector<Segment>& segments = parcel_of(id).segments;
+    std::ranges::lower_bound(segments, id, {}, &Segment::number)->gradient = held[id].gradient;
+  }
+}
+
+Parcel& Reducer::Inside::parcel_of(std::size_t parameter) {
+  const bool kept = pipeline.places[parameter].home == Home::kept;
+  return parcels[2 * plan.bucket_of(parameter) + (kept ? 1 : 0)];
+}
+
+// In the order of the plan, which is the same on all ranks.
+void Reducer::Inside::start_complete_buckets() {
+  while (started < plan.count() && missing_of[started] == 0) start(started++);
+}
+
+void Reducer::Inside::start(std::size_t bucket) {
+  for (const std::size_t id : plan[bucket]) {
     const Pipeline::Place place = pipeline.places[id];
     const bool kept = place.home == Home::kept;
     const Parameter& parameter = (kept ? pipeline.kept : pipeline.compressed)[place.parameter];
-    parcels[first + (kept ? 1 : 0)].segments.push_back(
-        {.parameter = place.parameter,
-         .offset = parameter.offset,
-         .count = parameter.size,
-         .number = id,
-         .gradient = on_device ? gradient : gradient.subspan(start, parameter.size),
-         .most = most});
-    start += parameter.size;
+    parcel_of(id).segments.push_back({.parameter = place.parameter,
+                                      .offset = parameter.offset,
+                                      .count = parameter.size,
+                                      .number = id,
+                                      .gradient = held[id].gradient,
+                                      .most = held[id].most});
   }
-  if (now) {
-    exchange(parcels[first]);
-    exchange(parcels[first + 1]);
-  }
+  exchange(parcels[2 * bucket]);
+  exchange(parcels[2 * bucket + 1]);
 }
 
 void Reducer::Inside::attend(const Attendance& attendance) {
   if (comm == nullptr) throw std::invalid_argument("attend: no step is open; call begin first");
   if (missing == 0 && layout.count() != 0) {
-    throw std::invalid_argument("attend: the last bucket is through; call it before");
+    throw std::invalid_argument("attend: all gradients are there; call it before the last");
   }
   for (const std::size_t id : attendance.unused) {
     if (id >= layout.count()) {
@@ -282,6 +376,7 @@ bool Reducer::Inside::is_sound(const Parcel& parcel, const Pending& sight) {
 
 void Reducer::Inside::exchange(Parcel& parcel) {
   if (parcel.segments.empty()) return;
+  Stopwatch under_way(running.seconds_exchanging);
   parcel.arrange();
   const Pending sight = pending(parcel);
   const bool whole = parcel.home == Home::kept || regime != Regime::compress;
@@ -333,12 +428,9 @@ void Reducer::Inside::finish() {
                                 std::to_string(missing) + " of " + std::to_string(layout.count()) +
                                 " parameters: " + names);
   }
-  if (pipeline.granularity == Granularity::model) {
-    exchange(parcels[0]);
-    exchange(parcels[1]);
-  }
+  start_complete_buckets();  // granularity=model
   if (courier.vote() == Vote::ask) {
-    roll.hold({.run = run, .step = step, .bucket = static_cast<std::uint32_t>(open_parcels)},
+    roll.hold({.run = run, .step = step, .bucket = static_cast<std::uint32_t>(parcels.size())},
               courier);
   }
   if (!knows_scale && courier.loss_scale() > 0) loss_scale = courier.loss_scale();
@@ -353,12 +445,18 @@ void Reducer::Inside::finish() {
   running.rounds = traffic.rounds - traffic_before.rounds;
   stats = running;
   comm = nullptr;
+  if (order_is == Order::reversed) {
+    order = arrivals;
+    order_is = Order::observed;
+  } else {
+    order_is = Order::agreed;
+  }
 }
 
 // Whether callers can use what they would be handed: sums, divisor and loss scale are the same on
 // all ranks, so their answers are.
 bool Reducer::Inside::fits_callers() {
-  for (const Parcel& parcel : std::span(parcels).first(open_parcels)) {
+  for (const Parcel& parcel : parcels) {
     const feedback::Feedback& kept = memory(parcel);
     for (const Segment& segment : parcel.segments) {
       if (!segment.narrow() || !roll.used(segment.number)) continue;
@@ -397,7 +495,7 @@ void Reducer::Inside::leave_out_unused(Parcel& parcel) {
 void Reducer::Inside::commit() {
   in_parts = true;
   double energy = 0, gone = 0;
-  for (Parcel& parcel : std::span(parcels).first(open_parcels)) {
+  for (Parcel& parcel : parcels) {
     if (parcel.segments.empty()) continue;
     const bool whole = parcel.delivery.extent == exchange::Delivery::Extent::whole;
     running.selected +=
@@ -423,7 +521,7 @@ void Reducer::Inside::commit() {
 
 // As in plain DDP, everyone sees that the step is lost.
 void Reducer::Inside::spoil() {
-  for (Parcel& parcel : std::span(parcels).first(open_parcels)) {
+  for (Parcel& parcel : parcels) {
     if (on_device) device->spoil(parcel.segments);
     for (const Segment& segment : parcel.segments) {
       std::ranges::fill(segment.gradient, std::numeric_limits<float>::quiet_NaN());
@@ -446,13 +544,17 @@ Reducer::Reducer(Reducer&&) noexcept = default;
 Reducer& Reducer::operator=(Reducer&&) noexcept = default;
 
 void Reducer::agree(Communicator& comm) {
+  inside_->expect_closed("agree");
   expect_same_text(comm, "step " + std::to_string(inside_->step) + "\n" + inside_->description);
   inside_->agreed_ranks = comm.size();
+  inside_->forget_order();
 }
 
 void Reducer::begin(Communicator& comm, float loss_scale) {
   const FloatMode mode;
+  inside_->expect_closed("begin");
   if (inside_->agreed_ranks != comm.size()) agree(comm);
+  inside_->agree_on_order(comm);
   inside_->begin(comm, loss_scale);
 }
 
@@ -476,6 +578,15 @@ void Reducer::add_on_device(std::span<const std::size_t> parameters, float most)
       throw std::invalid_argument("add: gradients must come to main memory, see on_device");
     }
     inside_->add(parameters, {}, most);
+  } catch (...) {
+    abandon();
+    throw;
+  }
+}
+
+void Reducer::relocate(std::span<const std::size_t> parameters, std::span<float> gradient) {
+  try {
+    inside_->relocate(parameters, gradient);
   } catch (...) {
     abandon();
     throw;
@@ -554,6 +665,7 @@ void Reducer::configure(const Spec& changes) {
   if (same("select")) next.selector = std::move(now.pipeline.selector);
   if (same("exchange")) next.exchange = std::move(now.pipeline.exchange);
   now.pipeline = std::move(next);
+  now.plan_buckets();
   now.given = std::move(wanted);
   const bool own_affair =
       changes.name.empty() && changes.settings.size() == 1 && changes.settings.contains("threads");
@@ -568,6 +680,13 @@ void Reducer::set_mode(Mode mode) {
 
 Reducer::Mode Reducer::mode() const {
   return inside_->mode;
+}
+std::vector<std::vector<std::size_t>> Reducer::buckets() const {
+  std::vector<std::vector<std::size_t>> all;
+  for (std::size_t b = 0; b < inside_->plan.count(); ++b) {
+    all.emplace_back(inside_->plan[b].begin(), inside_->plan[b].end());
+  }
+  return all;
 }
 const Layout& Reducer::layout() const {
   return inside_->layout;

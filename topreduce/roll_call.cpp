@@ -41,25 +41,22 @@ void RollCall::begin(std::size_t parameters, int ranks) {
   parameters_ = parameters;
   divisor_ = ranks;
   all_used_ = true;
+  said_.assign(1 + (parameters + kBits - 1) / kBits, 0);
   mine_.clear();
 }
 
 void RollCall::note(const Attendance& attendance) {
   const bool joined = attendance.presence == Attendance::Presence::joined;
   const bool asks = joined || !attendance.unused.empty();
-  words_.assign(1 + (parameters_ + kBits - 1) / kBits, joined ? kAll : 0);
-  words_[0] = (asks ? kAsks : 0) | (joined ? kJoined : 0) |
+  if (joined) std::fill(said_.begin() + 1, said_.end(), kAll);
+  said_[0] |= (asks ? kAsks : 0) | (joined ? kJoined : 0) |
               (attendance.divisor == Attendance::Divisor::present ? kDivideByPresent : 0);
-  for (const std::size_t id : attendance.unused) words_[word_of(id)] |= bit_of(id);
+  for (const std::size_t id : attendance.unused) said_[word_of(id)] |= bit_of(id);
 
-  mine_.resize(words_.size());
-  std::size_t count = 0;
-  for (std::size_t i = 0; i < words_.size(); ++i) {
-    if (words_[i] == 0) continue;
-    mine_.indices[count] = static_cast<Index>(i);
-    mine_.values[count++] = static_cast<float>(words_[i]);
+  mine_.clear();
+  for (std::size_t i = 0; i < said_.size(); ++i) {
+    if (said_[i] != 0) mine_.push_back(static_cast<Index>(i), static_cast<float>(said_[i]));
   }
-  mine_.resize(count);
 }
 
 bool RollCall::asks() const {

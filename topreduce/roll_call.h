@@ -15,7 +15,7 @@ class RollCall {
   /// A step starts: everyone is present and uses everything.
   void begin(std::size_t parameters, int ranks);
 
-  /// What this rank has to say. Parameters must exist.
+  /// What this rank has to say, on top of what it said before. Parameters must exist.
   void note(const Attendance& attendance);
   bool asks() const;  ///< whether that takes a round
 
@@ -30,7 +30,8 @@ class RollCall {
   std::size_t parameters_ = 0;
   int divisor_ = 1;
   bool all_used_ = true;
-  SparseVector mine_;                 // words that are not 0: flags, then a bit per parameter
+  std::vector<std::uint32_t> said_;   // flags, then a bit per parameter
+  SparseVector mine_;                 // its words that are not 0
   std::vector<std::uint32_t> words_;  // the same of all ranks together: 1 where no rank used it
   std::vector<SparseVector> parts_;
 };
