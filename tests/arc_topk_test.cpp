@@ -213,7 +213,7 @@ TEST_P(OnTheMean, ToRounding) {
 TEST(ArcTopK, SendsSketchesAndRowsAndNothingElse) {
   const Layout layout({{"conv", {9, 4, 3, 3}}, {"bias", {9}}, {"weight", {30, 17}}, {"scale", {}}});
   constexpr std::size_t kSketch = 3;
-  Cluster cluster(3, layout, "arc_topk:density=0.2,values=fp32,sketch=3");
+  Cluster cluster(3, layout, "arc_topk:density=0.2,values=fp32,sketch=3,bucket_cap_mb=1");
   for (int s = 0; s < 3; ++s) {
     const auto gradients =
         gradients_of(3, s, [&](int r, int step) { return heavy_tailed(r, step, layout); });
@@ -342,7 +342,7 @@ TEST(ArcTopK, RanksThatChoseOtherRowsFindOut) {
   Cluster cluster(3, layout, "arc_topk:density=0.2,values=fp32");
   const auto gradients =
       gradients_of(3, 0, [&](int r, int step) { return heavy_tailed(r, step, layout); });
-  cluster.step(gradients, one_bucket(layout));
+  for (int s = 0; s < 2; ++s) cluster.step(gradients, one_bucket(layout));
   const State before = state_of(cluster[1]);
   const auto outcomes = cluster.step(gradients, one_bucket(layout), 1, [](Communicator& comm) {
     return std::make_unique<Forging>(comm);

@@ -24,6 +24,7 @@ struct Parcel {
   std::optional<Pending> sight;  // what the exchange looks at, while it is under way
   exchange::Channel channel;
   exchange::Task task;
+  double weight = 0;  // values that it sends
 
   void open(Pipeline::Place::Home where) {
     home = where;

@@ -114,6 +114,10 @@ Pipeline::Pipeline(const Layout& layout, const Spec& given) {
     density = 1;
   }
   granularity = settings.text("granularity") == "model" ? Granularity::model : Granularity::bucket;
+  constexpr double kEntriesPerMb = (1 << 20) / sizeof(float);
+  bucket_entries = granularity == Granularity::model
+                       ? std::numeric_limits<std::size_t>::max()
+                       : static_cast<std::size_t>(settings.number("bucket_cap_mb") * kEntriesPerMb);
   const std::string encoding = settings.text("values");
   const bool coarse = density < 1 && feedback_spec.name != "none";
   values = encoding != "auto" ? to_values(encoding) : coarse ? Values::int4 : Values::fp32;

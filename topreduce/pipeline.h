@@ -22,6 +22,7 @@ struct Pipeline {
   double density = 1;
   Choice choice = Choice::alone;  ///< of the exchange
   Granularity granularity = Granularity::bucket;
+  std::size_t bucket_entries = 0;  ///< that fill a bucket; more than there are if there is only one
   wire::Values values = wire::Values::fp32;
   wire::Values unremembered = wire::Values::fp32;  ///< where nobody owes what rounding took
   std::uint64_t warmup_steps = 0, ramp_steps = 0, seed = 0;

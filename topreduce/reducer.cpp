@@ -1,7 +1,7 @@
 // The order of a step, and nothing else of it:
 //
 //   begin    open the transaction
-//   add      look, choose, exchange            per bucket (granularity=bucket), while others still
+//   add      look, choose, exchange            each bucket that is complete, while others still
 //   finish   look, choose, exchange            compute; or once, for the whole model
 //            vote, commit, decode              all of it, or nothing
 //
@@ -11,6 +11,7 @@
 #include "topreduce/reducer.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -18,6 +19,7 @@
 #include <utility>
 
 #include "topreduce/agreement.h"
+#include "topreduce/bucket_plan.h"
 #include "topreduce/fingerprint.h"
 #include "topreduce/floating.h"
 #include "topreduce/parcel.h"
@@ -25,6 +27,7 @@
 #include "topreduce/state_range.h"
 #include "topreduce/version.h"
 #include "topreduce/vote.h"
+#include "topreduce/wire/little_endian.h"
 
 namespace topreduce {
 namespace {
@@ -39,6 +42,15 @@ enum class Regime { compress, dense, bypass };
 constexpr double kLargestSum = 0x1p100;
 constexpr double kUsualLossScale = 0x1p24;
 
+// Values that may be on their way before further buckets wait, but for one bucket.
+constexpr double kMostUnderWay = 0x1p23;
+
+void expect_entries(const char* caller, std::size_t given, std::size_t wanted) {
+  if (given == wanted) return;
+  throw std::invalid_argument(std::string(caller) + ": the gradient has " + std::to_string(given) +
+                              " entries, its parameters have " + std::to_string(wanted));
+}
+
 }  // namespace
 
 struct TOPREDUCE_INSIDE Reducer::Inside {
@@ -46,6 +58,8 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
       : layout(std::move(whole)), given(method), pipeline(layout, method) {
     introduce();
     added.assign(layout.count(), 0);
+    held.resize(layout.count());
+    forget_order();
   }
 
   // Settings changed: the ranks must agree anew.
@@ -66,14 +80,23 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
     device = wanted;
   }
 
+  // How the model is cut into buckets.
+  void forget_order();
+  void agree_on_order(Communicator& communicator);
+  void plan_buckets();
+
   void begin(Communicator& communicator, float scale);
   void add(std::span<const std::size_t> parameters, std::span<float> gradient, float most);
+  void relocate(std::span<const std::size_t> parameters, std::span<float> gradient);
   void attend(const Attendance& attendance);
   void finish();
   void abandon() noexcept;
 
-  Parcel& new_parcel(Home home);
+  void expect_closed(const char* caller) const;
   std::size_t take_note(std::span<const std::size_t> parameters);
+  Parcel& parcel_of(std::size_t parameter);
+  void start_complete_buckets();
+  void start(std::size_t bucket);
   Regime regime_of_step() const;
   Pending pending(const Parcel& parcel) const;
   feedback::Feedback& memory(const Parcel& parcel);
@@ -105,6 +128,13 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   StepStats stats;
   std::vector<std::size_t> everything;  // the numbers of all parameters, for `average`
 
+  // The order that buckets follow: reversed, until a step has been finished and so observed; that
+  // of rank 0 then, agreed upon at every `begin` until a step has been finished with it.
+  enum class Order { reversed, observed, agreed } order_is = Order::reversed;
+  std::vector<std::size_t> order;
+  BucketPlan plan;
+  Bytes order_bytes;
+
   // The open step.
   Communicator* comm = nullptr;
   comm::Traffic traffic_before;
@@ -114,13 +144,24 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   Budget budget;
   exchange::Workspace workspace;
   StepVote vote;
-  bool sound = true;        // all that this rank brought so far is finite
-  std::vector<char> added;  // per parameter of the layout
+  bool sound = true;  // all that this rank brought so far is finite
+  // What the caller handed over of a parameter.
+  struct Held {
+    std::span<float> gradient;
+    float most = 0;
+  };
+  std::vector<char> added;            // per parameter of the layout
+  std::vector<Held> held;             // the same
+  std::vector<std::size_t> arrivals;  // parameters, in the order they were added
   std::size_t missing = 0;
-  // Reused from step to step; the first `open_parcels` are in use.
+  std::vector<std::size_t> missing_of;  // the same by bucket
+  std::vector<char> started;            // the same
+  std::size_t first_not_started = 0;    // bucket, in the order of the plan
+  // Two for each bucket, compressed and kept; reused.
   std::vector<std::unique_ptr<Parcel>> parcels;
-  std::size_t open_parcels = 0;
   std::vector<Parcel*> under_way;  // whose exchange has not ended
+  double weight_under_way = 0;     // values that they send
+  std::chrono::steady_clock::time_point under_way_since;
   StepStats running;
 };
 
@@ -140,8 +181,43 @@ Regime Reducer::Inside::regime_of_step() const {
   return bits < whole.values * of_value ? Regime::compress : Regime::dense;
 }
 
+void Reducer::Inside::expect_closed(const char* caller) const {
+  if (comm == nullptr) return;
+  throw std::invalid_argument(std::string(caller) + ": a step is open; finish or abandon it first");
+}
+
+// Others may join who have seen no step: all start as they do.
+void Reducer::Inside::forget_order() {
+  order = reverse_order(layout);
+  order_is = Order::reversed;
+  plan_buckets();
+}
+
+void Reducer::Inside::agree_on_order(Communicator& communicator) {
+  if (order_is != Order::observed || pipeline.granularity == Granularity::model) return;
+  order_bytes.resize(order.size() * sizeof(std::uint32_t));
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    wire::store(order_bytes.data() + i * sizeof(std::uint32_t),
+                static_cast<std::uint32_t>(order[i]));
+  }
+  communicator.enter({comm::Place::Kind::agree, step});
+  communicator.broadcast(order_bytes, 0);
+  std::vector<std::size_t> heard(order.size());
+  for (std::size_t i = 0; i < heard.size(); ++i) {
+    heard[i] = wire::load<std::uint32_t>(order_bytes.data() + i * sizeof(std::uint32_t));
+  }
+  if (!is_order(heard, layout.count())) {
+    throw WireError("step " + std::to_string(step) + ": rank 0 sent no order of the parameters");
+  }
+  order = std::move(heard);
+  plan_buckets();
+}
+
+void Reducer::Inside::plan_buckets() {
+  plan = BucketPlan(layout, order, pipeline.bucket_entries);
+}
+
 void Reducer::Inside::begin(Communicator& communicator, float scale) {
-  if (comm != nullptr) throw std::invalid_argument("begin: the last step is still open");
   if (in_parts) {
     throw std::runtime_error("begin: a commit or a load was broken off around step " +
                              std::to_string(step) +
@@ -167,24 +243,23 @@ void Reducer::Inside::begin(Communicator& communicator, float scale) {
   vote.begin(layout.count(), comm->size());
   sound = true;
   under_way.clear();
+  weight_under_way = 0;
   std::ranges::fill(added, 0);
+  arrivals.clear();
   missing = layout.count();
-  open_parcels = 0;
+  missing_of.resize(plan.count());
+  for (std::size_t b = 0; b < plan.count(); ++b) missing_of[b] = plan[b].size();
+  started.assign(plan.count(), 0);
+  first_not_started = 0;
+  parcels.resize(2 * plan.count());
+  for (std::size_t i = 0; i < parcels.size(); ++i) {
+    if (!parcels[i]) parcels[i] = std::make_unique<Parcel>();
+    parcels[i]->open(i % 2 == 0 ? Home::compressed : Home::kept);
+  }
   if (regime == Regime::compress) {
     if (pipeline.selector) pipeline.selector->begin(budget);
     pipeline.exchange->begin(budget);
   }
-  if (pipeline.granularity == Granularity::model) {
-    new_parcel(Home::compressed);
-    new_parcel(Home::kept);
-  }
-}
-
-Parcel& Reducer::Inside::new_parcel(Home home) {
-  if (open_parcels == parcels.size()) parcels.push_back(std::make_unique<Parcel>());
-  Parcel& parcel = *parcels[open_parcels++];
-  parcel.open(home);
-  return parcel;
 }
 
 // ---- buckets -----------------------------------------------------------------------------------
@@ -203,7 +278,9 @@ std::size_t Reducer::Inside::take_note(std::span<const std::size_t> parameters) 
                                   "' was added twice in step " + std::to_string(step));
     }
     size += layout[id].size;
+    arrivals.push_back(id);
     --missing;
+    --missing_of[plan.bucket_of(id)];
   }
   return size;
 }
@@ -214,41 +291,78 @@ void Reducer::Inside::add(std::span<const std::size_t> parameters, std::span<flo
     throw std::invalid_argument("add: most must be a positive number, not " + std::to_string(most));
   }
   const std::size_t size = take_note(parameters);
-  if (!on_device && size != gradient.size()) {
-    throw std::invalid_argument("add: the gradient has " + std::to_string(gradient.size()) +
-                                " entries, its parameters have " + std::to_string(size));
-  }
-  const bool now = pipeline.granularity == Granularity::bucket;
-  const std::size_t first = now ? open_parcels : 0;
-  if (now) {
-    new_parcel(Home::compressed);
-    new_parcel(Home::kept);
-  }
+  if (!on_device) expect_entries("add", gradient.size(), size);
   std::size_t start = 0;
   for (const std::size_t id : parameters) {
+    held[id] = {on_device ? gradient : gradient.subspan(start, layout[id].size), most};
+    start += layout[id].size;
+  }
+  if (pipeline.granularity != Granularity::bucket) return;
+  start_complete_buckets();
+  progress();
+}
+
+void Reducer::Inside::relocate(std::span<const std::size_t> parameters, std::span<float> gradient) {
+  if (comm == nullptr) throw std::invalid_argument("relocate: no step is open");
+  if (on_device) throw std::invalid_argument("relocate: gradients stay on the device");
+  std::size_t size = 0;
+  for (const std::size_t id : parameters) {
+    if (id >= layout.count() || added[id] == 0) {
+      throw std::invalid_argument(
+          "relocate: parameter " +
+          (id < layout.count() ? "'" + layout[id].name + "'" : std::to_string(id)) +
+          " was not added in step " + std::to_string(step));
+    }
+    size += layout[id].size;
+  }
+  expect_entries("relocate", gradient.size(), size);
+  for (const std::size_t id : parameters) {
+    held[id].gradient = gradient.first(layout[id].size);
+    gradient = gradient.subspan(layout[id].size);
+    if (started[plan.bucket_of(id)] == 0) continue;
+    std::vector<Segment>& segments = parcel_of(id).segments;
+    std::ranges::lower_bound(segments, id, {}, &Segment::number)->gradient = held[id].gradient;
+  }
+}
+
+Parcel& Reducer::Inside::parcel_of(std::size_t parameter) {
+  const bool kept = pipeline.places[parameter].home == Home::kept;
+  return *parcels[2 * plan.bucket_of(parameter) + (kept ? 1 : 0)];
+}
+
+// As they come, in any order. When more is under way than memory should hold, only the first of the
+// plan that has not started may: that one all ranks will start, so it will end.
+void Reducer::Inside::start_complete_buckets() {
+  for (std::size_t b = first_not_started; b < plan.count(); ++b) {
+    if (started[b] == 0 && missing_of[b] == 0 &&
+        (b == first_not_started || weight_under_way < kMostUnderWay)) {
+      started[b] = 1;
+      start(b);
+    }
+    if (b == first_not_started && started[b] != 0) ++first_not_started;
+  }
+}
+
+void Reducer::Inside::start(std::size_t bucket) {
+  for (const std::size_t id : plan[bucket]) {
     const Pipeline::Place place = pipeline.places[id];
     const bool kept = place.home == Home::kept;
     const Parameter& parameter = (kept ? pipeline.kept : pipeline.compressed)[place.parameter];
-    parcels[first + (kept ? 1 : 0)]->segments.push_back(
-        {.parameter = place.parameter,
-         .offset = parameter.offset,
-         .count = parameter.size,
-         .number = id,
-         .gradient = on_device ? gradient : gradient.subspan(start, parameter.size),
-         .most = most});
-    start += parameter.size;
+    parcel_of(id).segments.push_back({.parameter = place.parameter,
+                                      .offset = parameter.offset,
+                                      .count = parameter.size,
+                                      .number = id,
+                                      .gradient = held[id].gradient,
+                                      .most = held[id].most});
   }
-  if (now) {
-    exchange(*parcels[first]);
-    exchange(*parcels[first + 1]);
-    progress();
-  }
+  exchange(*parcels[2 * bucket]);
+  exchange(*parcels[2 * bucket + 1]);
 }
 
 void Reducer::Inside::attend(const Attendance& attendance) {
   if (comm == nullptr) throw std::invalid_argument("attend: no step is open; call begin first");
   if (missing == 0 && layout.count() != 0) {
-    throw std::invalid_argument("attend: the last bucket is through; call it before");
+    throw std::invalid_argument("attend: all gradients are there; call it before the last");
   }
   for (const std::size_t id : attendance.unused) {
     if (id >= layout.count()) {
@@ -322,7 +436,10 @@ void Reducer::Inside::exchange(Parcel& parcel) {
   parcel.channel.open(*comm, subject, sight, running, *pipeline.threads, workspace);
   parcel.task = (whole ? *dense : *pipeline.exchange)
                     .run(sight, parcel.selected, budget, parcel.channel, parcel.delivery);
+  if (under_way.empty()) under_way_since = std::chrono::steady_clock::now();
   under_way.push_back(&parcel);
+  parcel.weight = static_cast<double>(whole ? sight.size() : parcel.selected.size());
+  weight_under_way += parcel.weight;
   parcel.task.start();
   Stopwatch watch(running[Stage::network]);
   comm->flush();
@@ -338,7 +455,15 @@ void Reducer::Inside::progress() {
     while (parcel->channel.ready()) parcel->channel.resume();
     parcel->task.rethrow();
   }
-  std::erase_if(under_way, [](const Parcel* parcel) { return parcel->task.done(); });
+  const bool busy = !under_way.empty();
+  std::erase_if(under_way, [&](const Parcel* parcel) {
+    if (parcel->task.done()) weight_under_way -= parcel->weight;
+    return parcel->task.done();
+  });
+  if (busy && under_way.empty()) {
+    const auto time = std::chrono::steady_clock::now() - under_way_since;
+    running.seconds_exchanging += std::chrono::duration<double>(time).count();
+  }
   Stopwatch watch(running[Stage::network]);
   comm->flush();
 }
@@ -346,8 +471,10 @@ void Reducer::Inside::progress() {
 void Reducer::Inside::wait_for_all() {
   for (;;) {
     const std::uint64_t seen = comm->version();
+    start_complete_buckets();
     progress();
-    if (under_way.empty()) return;
+    if (under_way.empty() && first_not_started == plan.count()) return;
+    if (under_way.empty()) continue;
     Stopwatch watch(running[Stage::network]);
     comm->wait_for_any(seen);
   }
@@ -366,10 +493,6 @@ void Reducer::Inside::finish() {
                                 std::to_string(missing) + " of " + std::to_string(layout.count()) +
                                 " parameters: " + names);
   }
-  if (pipeline.granularity == Granularity::model) {
-    exchange(*parcels[0]);
-    exchange(*parcels[1]);
-  }
   wait_for_all();
   hold_vote();
   {
@@ -383,12 +506,18 @@ void Reducer::Inside::finish() {
   running.messages = traffic.messages - traffic_before.messages;
   stats = running;
   comm = nullptr;
+  if (order_is == Order::reversed) {
+    order = arrivals;
+    order_is = Order::observed;
+  } else {
+    order_is = Order::agreed;
+  }
 }
 
 void Reducer::Inside::hold_vote() {
   StepVote::Ballot ballot{
       .run = run, .step = step, .finite = sound, .loss_scale = knows_scale ? loss_scale : 0};
-  for (const auto& parcel : std::span(parcels).first(open_parcels)) {
+  for (const auto& parcel : parcels) {
     if (parcel->segments.empty()) continue;
     ballot.finite = ballot.finite && parcel->channel.finite();
     // Ranks that decide on what is handed out must multiply by the same.
@@ -402,7 +531,7 @@ void Reducer::Inside::hold_vote() {
 // Whether callers can use what they would be handed: sums, divisor and loss scale are the same on
 // all ranks, so their answers are.
 bool Reducer::Inside::fits_callers() {
-  for (const auto& owner : std::span(parcels).first(open_parcels)) {
+  for (const auto& owner : parcels) {
     const Parcel& parcel = *owner;
     const feedback::Feedback& kept = memory(parcel);
     for (const Segment& segment : parcel.segments) {
@@ -442,7 +571,7 @@ void Reducer::Inside::leave_out_unused(Parcel& parcel) {
 void Reducer::Inside::commit() {
   in_parts = true;
   double energy = 0, gone = 0;
-  for (const auto& owner : std::span(parcels).first(open_parcels)) {
+  for (const auto& owner : parcels) {
     Parcel& parcel = *owner;
     if (parcel.segments.empty()) continue;
     const bool whole = parcel.delivery.extent == exchange::Delivery::Extent::whole;
@@ -469,7 +598,7 @@ void Reducer::Inside::commit() {
 
 // As in plain DDP, everyone sees that the step is lost.
 void Reducer::Inside::spoil() {
-  for (const auto& owner : std::span(parcels).first(open_parcels)) {
+  for (const auto& owner : parcels) {
     Parcel& parcel = *owner;
     if (on_device) device->spoil(parcel.segments);
     for (const Segment& segment : parcel.segments) {
@@ -480,7 +609,9 @@ void Reducer::Inside::spoil() {
 
 void Reducer::Inside::abandon() noexcept {
   under_way.clear();
-  for (const auto& parcel : parcels) parcel->task = {};
+  for (const auto& parcel : parcels) {
+    if (parcel) parcel->task = {};
+  }
   if (comm != nullptr) comm->leave();
   comm = nullptr;
 }
@@ -496,14 +627,18 @@ Reducer::Reducer(Reducer&&) noexcept = default;
 Reducer& Reducer::operator=(Reducer&&) noexcept = default;
 
 void Reducer::agree(Communicator& comm) {
+  inside_->expect_closed("agree");
   comm.enter({comm::Place::Kind::agree, inside_->step});
   expect_same_text(comm, "step " + std::to_string(inside_->step) + "\n" + inside_->description);
   inside_->agreed_ranks = comm.size();
+  inside_->forget_order();
 }
 
 void Reducer::begin(Communicator& comm, float loss_scale) {
   const FloatMode mode;
+  inside_->expect_closed("begin");
   if (inside_->agreed_ranks != comm.size()) agree(comm);
+  inside_->agree_on_order(comm);
   inside_->begin(comm, loss_scale);
 }
 
@@ -527,6 +662,15 @@ void Reducer::add_on_device(std::span<const std::size_t> parameters, float most)
       throw std::invalid_argument("add: gradients must come to main memory, see on_device");
     }
     inside_->add(parameters, {}, most);
+  } catch (...) {
+    abandon();
+    throw;
+  }
+}
+
+void Reducer::relocate(std::span<const std::size_t> parameters, std::span<float> gradient) {
+  try {
+    inside_->relocate(parameters, gradient);
   } catch (...) {
     abandon();
     throw;
@@ -616,6 +760,7 @@ void Reducer::configure(const Spec& changes) {
   if (same("select")) next.selector = std::move(now.pipeline.selector);
   if (same("exchange")) next.exchange = std::move(now.pipeline.exchange);
   now.pipeline = std::move(next);
+  now.plan_buckets();
   now.given = std::move(wanted);
   const bool own_affair =
       changes.name.empty() && changes.settings.size() == 1 && changes.settings.contains("threads");
@@ -630,6 +775,13 @@ void Reducer::set_mode(Mode mode) {
 
 Reducer::Mode Reducer::mode() const {
   return inside_->mode;
+}
+std::vector<std::vector<std::size_t>> Reducer::buckets() const {
+  std::vector<std::vector<std::size_t>> all;
+  for (std::size_t b = 0; b < inside_->plan.count(); ++b) {
+    all.emplace_back(inside_->plan[b].begin(), inside_->plan[b].end());
+  }
+  return all;
 }
 const Layout& Reducer::layout() const {
   return inside_->layout;

@@ -76,10 +76,11 @@ void StepVote::begin(std::size_t parameters, int ranks) {
 
 void StepVote::note(const Attendance& attendance) {
   const bool joined = attendance.presence == Attendance::Presence::joined;
-  asks_ = joined || !attendance.unused.empty();
-  std::fill(mine_.begin(), mine_.end(), joined ? std::byte{0xff} : std::byte{0});
-  mine_[0] = (joined ? kJoined : std::byte{0}) |
-             (attendance.divisor == Attendance::Divisor::present ? kDivideByPresent : std::byte{0});
+  asks_ = asks_ || joined || !attendance.unused.empty();
+  if (joined) std::fill(mine_.begin() + 1, mine_.end(), std::byte{0xff});
+  mine_[0] |=
+      (joined ? kJoined : std::byte{0}) |
+      (attendance.divisor == Attendance::Divisor::present ? kDivideByPresent : std::byte{0});
   for (const std::size_t id : attendance.unused) mine_[1 + byte_of(id)] |= bit_of(id);
 }
 

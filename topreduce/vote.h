@@ -18,7 +18,8 @@ class StepVote {
   /// A step starts: everyone is present and uses everything.
   void begin(std::size_t parameters, int ranks);
 
-  /// What this rank has to say beside its gradients. Parameters must exist.
+  /// What this rank has to say beside its gradients, on top of what it said before. Parameters must
+  /// exist.
   void note(const Attendance& attendance);
 
   /// What this rank votes.
