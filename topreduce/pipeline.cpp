@@ -121,6 +121,19 @@ Pipeline::Pipeline(const Layout& layout, const Spec& given) {
   const std::string encoding = settings.text("values");
   const bool coarse = density < 1 && feedback_spec.name != "none";
   values = encoding != "auto" ? to_values(encoding) : coarse ? Values::int4 : Values::fp32;
+  compare = settings.text("compare") == "on";
+  native = settings.text("reduce") == "native";
+  if (native && alone) {
+    throw std::invalid_argument(given.name +
+                                ": reduce=native is for exchanges that need no more "
+                                "than an all-reduce (dense, randk, arc_topk), not for " +
+                                exchange_spec.name);
+  }
+  if (native && encoding != "auto" && encoding != "fp32") {
+    throw std::invalid_argument(given.name +
+                                ": reduce=native adds up in fp32; leave out values=" + encoding);
+  }
+  if (native) values = Values::fp32;
   unremembered = encoding != "auto" ? wire::without_scales(values) : Values::fp32;
   warmup_steps = settings.integer("warmup_steps");
   ramp_steps = settings.integer("ramp_steps");

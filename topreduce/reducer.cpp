@@ -27,6 +27,7 @@
 #include "topreduce/state_range.h"
 #include "topreduce/version.h"
 #include "topreduce/vote.h"
+#include "topreduce/wire/checksum.h"
 #include "topreduce/wire/little_endian.h"
 
 namespace topreduce {
@@ -105,6 +106,7 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   void progress();
   void wait_for_all();
   void hold_vote();
+  std::uint32_t fingerprint_of_sums() const;
   bool fits_callers();
   int divisor_of(const feedback::Feedback& kept) const;
   float unit_of(const feedback::Feedback& kept) const;
@@ -331,11 +333,12 @@ Parcel& Reducer::Inside::parcel_of(std::size_t parameter) {
 }
 
 // As they come, in any order. When more is under way than memory should hold, only the first of the
-// plan that has not started may: that one all ranks will start, so it will end.
+// plan that has not started may: that one all ranks will start, so it will end. So it is with the
+// transport's own all-reduce, which all ranks must call in the same order.
 void Reducer::Inside::start_complete_buckets() {
   for (std::size_t b = first_not_started; b < plan.count(); ++b) {
     if (started[b] == 0 && missing_of[b] == 0 &&
-        (b == first_not_started || weight_under_way < kMostUnderWay)) {
+        (b == first_not_started || (weight_under_way < kMostUnderWay && !pipeline.native))) {
       started[b] = 1;
       start(b);
     }
@@ -432,7 +435,8 @@ void Reducer::Inside::exchange(Parcel& parcel) {
                                   .run = run,
                                   .step = step,
                                   .parameters = parcel.contents(),
-                                  .values = remembers ? pipeline.values : pipeline.unremembered};
+                                  .values = remembers ? pipeline.values : pipeline.unremembered,
+                                  .native = pipeline.native};
   parcel.channel.open(*comm, subject, sight, running, *pipeline.threads, workspace);
   parcel.task = (whole ? *dense : *pipeline.exchange)
                     .run(sight, parcel.selected, budget, parcel.channel, parcel.delivery);
@@ -504,6 +508,7 @@ void Reducer::Inside::finish() {
   running.bytes_sent = traffic.bytes_sent - traffic_before.bytes_sent;
   running.bytes_received = traffic.bytes_received - traffic_before.bytes_received;
   running.messages = traffic.messages - traffic_before.messages;
+  comm->settle();
   stats = running;
   comm = nullptr;
   if (order_is == Order::reversed) {
@@ -512,6 +517,18 @@ void Reducer::Inside::finish() {
   } else {
     order_is = Order::agreed;
   }
+}
+
+std::uint32_t Reducer::Inside::fingerprint_of_sums() const {
+  std::uint64_t sums = 0;  // buckets come in any order
+  for (const auto& parcel : parcels) {
+    const exchange::Delivery& delivery = parcel->delivery;
+    const auto hash = [](const auto& values) {
+      return wire::xxh64(std::as_bytes(std::span(values)), 0);
+    };
+    sums += hash(delivery.sum.indices) ^ hash(delivery.sum.values) ^ hash(delivery.dense_sum);
+  }
+  return static_cast<std::uint32_t>(sums >> 32 ^ sums) | 1;
 }
 
 void Reducer::Inside::hold_vote() {
@@ -523,6 +540,7 @@ void Reducer::Inside::hold_vote() {
     // Ranks that decide on what is handed out must multiply by the same.
     ballot.one_scale = ballot.one_scale || parcel->narrow();
   }
+  if (pipeline.compare) ballot.sums = fingerprint_of_sums();
   Stopwatch watch(running[Stage::network]);
   running.rounds += vote.hold(ballot, *comm);
   if (!knows_scale && vote.loss_scale() > 0) loss_scale = vote.loss_scale();

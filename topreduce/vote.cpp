@@ -27,19 +27,24 @@ struct Word {
   std::uint32_t flags = 0;
   float least_scale = std::numeric_limits<float>::infinity();
   float largest_scale = 0;
+  std::uint32_t least_sums = 0, largest_sums = 0;
 
-  static constexpr std::size_t kBytes = 12;
+  static constexpr std::size_t kBytes = 20;
 
   void merge(const Word& other) {
     flags |= other.flags;
     least_scale = std::min(least_scale, other.least_scale);
     largest_scale = std::max(largest_scale, other.largest_scale);
+    least_sums = std::min(least_sums, other.least_sums);
+    largest_sums = std::max(largest_sums, other.largest_sums);
   }
   std::array<std::byte, kBytes> pack() const {
     std::array<std::byte, kBytes> bytes;
     wire::store(bytes.data(), flags);
     wire::store(bytes.data() + 4, std::bit_cast<std::uint32_t>(least_scale));
     wire::store(bytes.data() + 8, std::bit_cast<std::uint32_t>(largest_scale));
+    wire::store(bytes.data() + 12, least_sums);
+    wire::store(bytes.data() + 16, largest_sums);
     return bytes;
   }
   static Word unpack(std::span<const std::byte> bytes) {
@@ -48,6 +53,8 @@ struct Word {
     word.flags = wire::load<std::uint32_t>(bytes.data());
     word.least_scale = std::bit_cast<float>(wire::load<std::uint32_t>(bytes.data() + 4));
     word.largest_scale = std::bit_cast<float>(wire::load<std::uint32_t>(bytes.data() + 8));
+    word.least_sums = wire::load<std::uint32_t>(bytes.data() + 12);
+    word.largest_sums = wire::load<std::uint32_t>(bytes.data() + 16);
     if (!(word.least_scale > 0) || !(word.largest_scale >= 0)) {
       throw WireError("vote: a loss scale is not a positive number");
     }
@@ -90,6 +97,7 @@ std::uint64_t StepVote::hold(const Ballot& ballot, Communicator& comm) {
   Word word;
   word.flags = (ballot.finite ? 0 : kNotFinite) | (asks_ ? kAsks : 0);
   if (ballot.loss_scale > 0) word.least_scale = word.largest_scale = ballot.loss_scale;
+  word.least_sums = word.largest_sums = ballot.sums;
   const wire::Identity identity{
       .origin = Fingerprint().add(ballot.run).add(ballot.step).add(kVote).long_value()};
   const int rank = comm.rank(), ranks = comm.size();
@@ -120,6 +128,11 @@ std::uint64_t StepVote::hold(const Ballot& ballot, Communicator& comm) {
     text << "rank " << rank << ", step " << ballot.step << ": loss scales from " << word.least_scale
          << " to " << word.largest_scale << ": give all ranks the same scaler";
     throw WireError(text.str());
+  }
+  if (word.least_sums != word.largest_sums) {
+    throw WireError("rank " + std::to_string(rank) + ", step " + std::to_string(ballot.step) +
+                    ": the ranks have different sums; the transport's all-reduce does not give all "
+                    "of them the same bits: use reduce=ordered");
   }
   finite_ = (word.flags & kNotFinite) == 0;
   loss_scale_ = word.largest_scale;

@@ -29,9 +29,11 @@ class StepVote {
     float loss_scale = 0;  ///< 0: not known
     /// Whether all ranks that know it must have the same.
     bool one_scale = false;
+    /// Of what all ranks must have alike, the sums; 0: they are not compared.
+    std::uint32_t sums = 0;
   };
   /// Collective. Throws std::invalid_argument on every rank if they differ in the divisor,
-  /// WireError if they differ in the loss scale. Returns the number of rounds.
+  /// WireError if they differ in the loss scale or the sums. Returns the number of rounds.
   std::uint64_t hold(const Ballot& ballot, Communicator& comm);
 
   bool finite() const { return finite_; }           ///< on all ranks

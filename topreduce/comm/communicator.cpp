@@ -292,6 +292,19 @@ void Communicator::all_reduce(std::span<float> values) {
   std::ranges::copy(scratch_.bytes, std::as_writable_bytes(values).begin());
 }
 
+void Communicator::native_all_reduce(std::span<float> values) {
+  if (!has_native_all_reduce()) {
+    throw std::invalid_argument(
+        "reduce=native: this communicator has no all-reduce of its own; use reduce=ordered");
+  }
+  if (size() == 1 || values.empty()) return;
+  flush();
+  do_native_all_reduce(values);
+  // What a ring would send; how many bytes it really is the transport does not say.
+  traffic_.bytes_sent += 2 * values.size_bytes() * at(size() - 1) / at(size());
+  ++traffic_.messages;
+}
+
 void Communicator::barrier() {
   if (size() == 1) return;
   gather(

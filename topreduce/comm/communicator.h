@@ -116,6 +116,11 @@ class TOPREDUCE_API Communicator {
   /// Returns once every rank has called it.
   void barrier();
 
+  /// As all_reduce, by the transport's own all-reduce (MPI_Allreduce, Gloo's), which may add in any
+  /// order. std::invalid_argument if it has none.
+  void native_all_reduce(std::span<float> values);
+  virtual bool has_native_all_reduce() const { return false; }
+
   Traffic traffic() const;
   Mailbox& mailbox() { return *mailbox_; }
 
@@ -130,6 +135,7 @@ class TOPREDUCE_API Communicator {
   /// Passes frames that have come to `mailbox().accept`. A transport whose frames are passed on by
   /// other threads does nothing, and says so by returning false.
   virtual bool receive_frames() { return false; }
+  virtual void do_native_all_reduce(std::span<float>) {}
   /// More than the head of a frame.
   virtual std::size_t frame_limit() const { return std::size_t{1} << 30; }
   /// How long a wait for frames keeps its core busy before it naps between looks.

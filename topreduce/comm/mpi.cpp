@@ -275,4 +275,19 @@ void Mpi::fail(const std::string& what, int peer) {
                   (peer == kEveryone ? "" : ", with rank " + std::to_string(peer)) + ": " + what);
 }
 
+void Mpi::do_native_all_reduce(std::span<float> values) {
+  constexpr std::size_t kMost = std::numeric_limits<int>::max();
+  for (; !values.empty(); values = values.subspan(std::min(values.size(), kMost))) {
+    const auto count = static_cast<int>(std::min(values.size(), kMost));
+    MPI_Request request = MPI_REQUEST_NULL;
+    check(MPI_Iallreduce(MPI_IN_PLACE, values.data(), count, MPI_FLOAT, MPI_SUM, comm_, &request),
+          kEveryone);
+    int done = 0;
+    for (const Patience patience(spin());; patience.pause()) {
+      check(MPI_Test(&request, &done, MPI_STATUS_IGNORE), kEveryone);
+      if (done != 0) break;
+    }
+  }
+}
+
 }  // namespace topreduce::comm

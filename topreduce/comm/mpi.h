@@ -37,10 +37,12 @@ class TOPREDUCE_API Mpi final : public Communicator {
   Mpi& operator=(const Mpi&) = delete;
 
   void settle() override;
+  bool has_native_all_reduce() const override { return true; }
 
  protected:
   void send_frame(int peer, std::span<const std::byte> frame) override;
   bool receive_frames() override;
+  void do_native_all_reduce(std::span<float> values) override;
   std::size_t frame_limit() const override { return limits_.piece; }
   std::chrono::microseconds spin() const override { return limits_.spin; }
 

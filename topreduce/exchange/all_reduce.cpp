@@ -106,10 +106,19 @@ Task reduce_parts(Channel& channel, const Cuts& cuts, std::span<float> values,
   channel.close(gather);
 }
 
+void reduce_natively(Channel& channel, std::span<float> values, std::span<float> settled) {
+  std::ranges::copy(values.first(settled.size()), settled.begin());
+  channel.reduce_natively(channel.workspace().part.sum, values);
+}
+
 }  // namespace
 
 Task all_reduce(Channel& channel, const Pending& pending, std::span<const Index> places,
                 std::span<float> values, std::span<float> settled) {
+  if (channel.native()) {
+    reduce_natively(channel, values, settled);
+    co_return;
+  }
   const auto parts = comm::at(channel.ranks());
   auto loan = channel.workspace().cuts.take();
   Cuts& cuts = *loan;
@@ -128,6 +137,10 @@ Task all_reduce(Channel& channel, const Pending& pending, std::span<const Index>
 }
 
 Task all_reduce(Channel& channel, std::span<float> values, std::span<float> settled) {
+  if (channel.native()) {
+    reduce_natively(channel, values, settled);
+    co_return;
+  }
   const auto parts = comm::at(channel.ranks());
   auto loan = channel.workspace().cuts.take();
   Cuts& cuts = *loan;

@@ -41,6 +41,7 @@ struct Subject {
   std::uint64_t run = 0, step = 0;
   std::uint64_t parameters = 0;  ///< fingerprint of the parameters it spans
   wire::Values values = wire::Values::fp32;
+  bool native = false;  ///< sums by the transport's own all-reduce
 };
 
 /// The messages of one exchange, every one stamped and checked. Messages go in rounds: all ranks
@@ -83,6 +84,13 @@ class Channel {
   /// Whether the exchange can go on.
   bool ready() const { return waiting_ && is_here(awaited_); }
   void resume() { std::exchange(waiting_, {}).resume(); }
+
+  // ---- the transport's own all-reduce ----
+
+  bool native() const { return subject_.native; }
+  /// Adds up over the ranks. What the messages of other exchanges carry in their seals goes along
+  /// as further numbers; WireError on all ranks if they differ.
+  void reduce_natively(Buffer<float>& scratch, std::span<float> values);
 
   // ---- entries ----
 
