@@ -86,8 +86,8 @@ void Communicator::post(int peer, const Tag& tag, std::span<const std::byte> hea
   append_varint(stream, tag.exchange);
   append_varint(stream, tag.round);
   append_varint(stream, head.size() + bytes.size());
-  stream.insert(stream.end(), head.begin(), head.end());
-  stream.insert(stream.end(), bytes.begin(), bytes.end());
+  append(stream, head);
+  append(stream, bytes);
   traffic_.bytes_sent += stream.size() - before;
   ++traffic_.messages;
 }
@@ -96,13 +96,17 @@ void Communicator::flush() {
   for (int turn = 1; turn < size_; ++turn) {  // not everyone to the same rank at once
     const int peer = (rank_ + turn) % size_;
     Outgoing& to = outgoing_[at(peer)];
-    std::span<std::byte> rest = to.stream;
-    while (rest.size() > Mailbox::kFrameHead) {
+    if (to.stream.empty()) continue;
+    stay();
+    to.epoch = mailbox_->epoch();
+    for (std::span<std::byte> rest = to.stream; rest.size() > Mailbox::kFrameHead;) {
       const auto frame = rest.first(std::min(rest.size(), frame_limit()));
       write_frame_head(mailbox_->epoch(), mailbox_->place(), frame.data());
-      stay();
-      to.epoch = mailbox_->epoch();
       traffic_.bytes_sent += Mailbox::kFrameHead;
+      if (frame.size() == to.stream.size()) {
+        hand_over(peer, to.stream);
+        break;
+      }
       send_frame(peer, frame);
       rest = rest.subspan(frame.size() - Mailbox::kFrameHead);  // the next head overwrites its end
     }
@@ -198,11 +202,10 @@ void Communicator::gather(Call call, PartFor&& part_for, Inbox& inbox) {
     inbox.counts.push_back(came - 1);
     bytes += came - 1;
   }
+  inbox.bytes.clear();
   make_room(inbox.bytes, bytes);
-  inbox.bytes.resize(bytes);
-  auto next = inbox.bytes.begin();
   for (int r = 0; r < size_; ++r) {
-    next = std::ranges::copy(r == rank_ ? own : message(tag, r).subspan(1), next).out;
+    append(inbox.bytes, r == rank_ ? own : message(tag, r).subspan(1));
   }
   release(tag);
 }

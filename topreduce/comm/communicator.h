@@ -127,6 +127,8 @@ class TOPREDUCE_API Communicator {
   /// Starts to send a frame of at most `frame_limit` bytes; it may change once this returns. Waits
   /// for nobody, unless more is under way than memory should hold.
   virtual void send_frame(int peer, std::span<const std::byte> frame) = 0;
+  /// The same for a buffer that the transport may keep, if it leaves another.
+  virtual void hand_over(int peer, Bytes& frame) { send_frame(peer, frame); }
   /// Passes frames that have come to `mailbox().accept`. A transport whose frames are passed on by
   /// other threads does nothing, and says so by returning false.
   virtual bool receive_frames() { return false; }
