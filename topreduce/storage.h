@@ -2,8 +2,10 @@
 
 #include <cstddef>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <new>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -58,6 +60,15 @@ using Zeros = std::vector<T, LentZeros<T>>;
 template <class T>
 void make_room(Buffer<T>& buffer, std::size_t size) {
   if (size > buffer.capacity()) buffer.reserve(size + size / 2);
+}
+
+/// Faster than `insert`, which takes them one by one.
+inline void append(Bytes& buffer, std::span<const std::byte> bytes) {
+  if (bytes.empty()) return;
+  const std::size_t before = buffer.size();
+  make_room(buffer, before + bytes.size());
+  buffer.resize(before + bytes.size());
+  std::memcpy(buffer.data() + before, bytes.data(), bytes.size());
 }
 
 }  // namespace topreduce

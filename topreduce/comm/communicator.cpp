@@ -76,18 +76,23 @@ void Communicator::stay() {
   sent_ = true;
 }
 
+// The first frame of an epoch says all that a receiver must know; the others say that it has.
+std::size_t Communicator::head_bytes(const Outgoing& to) const {
+  return to.epoch == mailbox_->epoch() ? 1 : Mailbox::kFrameHead;
+}
+
 void Communicator::post(int peer, const Tag& tag, std::span<const std::byte> head,
                         std::span<const std::byte> bytes) {
   assert(peer != rank_ && peer >= 0 && peer < size_);
   Bytes& stream = outgoing_[at(peer)].stream;
   make_room(stream, stream.size() + Mailbox::kFrameHead + 32 + head.size() + bytes.size());
-  if (stream.empty()) stream.resize(Mailbox::kFrameHead);
+  if (stream.empty()) stream.resize(head_bytes(outgoing_[at(peer)]));
   const std::size_t before = stream.size();
   append_varint(stream, tag.exchange);
   append_varint(stream, tag.round);
   append_varint(stream, head.size() + bytes.size());
-  stream.insert(stream.end(), head.begin(), head.end());
-  stream.insert(stream.end(), bytes.begin(), bytes.end());
+  append(stream, head);
+  append(stream, bytes);
   traffic_.bytes_sent += stream.size() - before;
   ++traffic_.messages;
 }
@@ -96,19 +101,22 @@ void Communicator::flush() {
   for (int turn = 1; turn < size_; ++turn) {  // not everyone to the same rank at once
     const int peer = (rank_ + turn) % size_;
     Outgoing& to = outgoing_[at(peer)];
-    std::size_t head = to.epoch == mailbox_->epoch() ? 1 : Mailbox::kFrameHead;
-    std::span<std::byte> rest = to.stream;
-    if (!rest.empty()) rest = rest.subspan(Mailbox::kFrameHead - head);
-    while (rest.size() > head) {
+    if (to.stream.empty()) continue;
+    std::size_t head = head_bytes(to);
+    stay();
+    to.epoch = mailbox_->epoch();
+    for (std::span<std::byte> rest = to.stream; rest.size() > head;) {
       const auto frame = rest.first(std::min(rest.size(), frame_limit()));
       if (head == 1) {
         frame[0] = Mailbox::kShortHead;
       } else {
         write_frame_head(mailbox_->epoch(), mailbox_->place(), frame.data());
       }
-      stay();
-      to.epoch = mailbox_->epoch();
       traffic_.bytes_sent += head;
+      if (frame.size() == to.stream.size()) {
+        hand_over(peer, to.stream);
+        break;
+      }
       send_frame(peer, frame);
       head = 1;
       rest = rest.subspan(frame.size() - head);  // the next head overwrites its end
@@ -205,11 +213,10 @@ void Communicator::gather(Call call, PartFor&& part_for, Inbox& inbox) {
     inbox.counts.push_back(came - 1);
     bytes += came - 1;
   }
+  inbox.bytes.clear();
   make_room(inbox.bytes, bytes);
-  inbox.bytes.resize(bytes);
-  auto next = inbox.bytes.begin();
   for (int r = 0; r < size_; ++r) {
-    next = std::ranges::copy(r == rank_ ? own : message(tag, r).subspan(1), next).out;
+    append(inbox.bytes, r == rank_ ? own : message(tag, r).subspan(1));
   }
   release(tag);
 }

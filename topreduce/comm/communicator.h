@@ -132,6 +132,8 @@ class TOPREDUCE_API Communicator {
   /// Starts to send a frame of at most `frame_limit` bytes; it may change once this returns. Waits
   /// for nobody, unless more is under way than memory should hold.
   virtual void send_frame(int peer, std::span<const std::byte> frame) = 0;
+  /// The same for a buffer that the transport may keep, if it leaves another.
+  virtual void hand_over(int peer, Bytes& frame) { send_frame(peer, frame); }
   /// Passes frames that have come to `mailbox().accept`. A transport whose frames are passed on by
   /// other threads does nothing, and says so by returning false.
   virtual bool receive_frames() { return false; }
@@ -157,6 +159,7 @@ class TOPREDUCE_API Communicator {
     Bytes stream;                             // room for the head of a frame, then messages
     std::uint32_t epoch = ~std::uint32_t{0};  // of the last frame
   };
+  std::size_t head_bytes(const Outgoing& to) const;
   std::vector<Outgoing> outgoing_;  // by peer
   bool sent_ = true;                // anything since the last `enter`
   Traffic traffic_;

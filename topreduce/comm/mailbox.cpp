@@ -88,6 +88,15 @@ Mailbox::Mailbox(int ranks) : peers_(at(ranks)) {}
 // ---- whoever receives --------------------------------------------------------------------------
 
 void Mailbox::accept(int peer, std::span<const std::byte> frame) {
+  accept(peer, frame, nullptr);
+}
+
+void Mailbox::accept(int peer, Bytes& frame) {
+  accept(peer, frame, &frame);
+}
+
+// `buffer`, unless null, holds the frame and may be kept.
+void Mailbox::accept(int peer, std::span<const std::byte> frame, Bytes* buffer) {
   const std::lock_guard lock(mutex_);
   Peer& from = peers_[at(peer)];
   if (from.lost) return;
@@ -95,7 +104,7 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame) {
   ++version_;
   changed_.notify_all();
   if (!frame.empty() && frame[0] == kShortHead && from.heard) {
-    return read(peer, frame.subspan(1));
+    return read(peer, frame.subspan(1), buffer);
   }
   if (frame.size() < kFrameHead || load<std::uint16_t>(frame.data()) != kMagic) {
     return lose_locked(peer, Loss::damaged, "a frame that is none of topreduce's");
@@ -117,10 +126,10 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame) {
   if (epoch >= oldest_ && (from.places.empty() || from.places.back().first != epoch)) {
     from.places.emplace_back(epoch, place);
   }
-  read(peer, frame.subspan(kFrameHead));
+  read(peer, frame.subspan(kFrameHead), buffer);
 }
 
-void Mailbox::read(int peer, std::span<const std::byte> stream) {
+void Mailbox::read(int peer, std::span<const std::byte> stream, Bytes* buffer) {
   Peer& from = peers_[at(peer)];
   while (!stream.empty()) {
     if (!from.open) {
@@ -141,22 +150,23 @@ void Mailbox::read(int peer, std::span<const std::byte> stream) {
       from.open = true;
       from.target = nullptr;
       if (from.epoch >= oldest_) {
-        Slot& slot = find_or_make(from.epoch, from.tag);
-        if (slot.here[at(peer)] != 0) {
-          return lose_locked(peer, Loss::damaged, "the same message twice");
+        Message& message = find_or_make(from.epoch, from.tag).messages[at(peer)];
+        if (message.here) return lose_locked(peer, Loss::damaged, "the same message twice");
+        from.target = &message;
+        message.start = 0;
+        if (buffer != nullptr && from.missing == stream.size() && from.missing >= kLeastRoom) {
+          message.start = buffer->size() - stream.size();
+          std::swap(message.bytes, *buffer);
+          from.missing = 0;
+          return finish_message(peer);
         }
-        from.target = &slot.bytes[at(peer)];
-        from.target->clear();
+        message.bytes.clear();
         // Not more than what came so far: a length is only a claim.
-        from.target->reserve(std::max(kLeastRoom, std::min(from.missing, stream.size())));
+        message.bytes.reserve(std::max(kLeastRoom, std::min(from.missing, stream.size())));
       }
     }
     const std::size_t count = std::min(from.missing, stream.size());
-    if (from.target != nullptr && count > 0) {
-      make_room(*from.target, from.target->size() + count);
-      from.target->insert(from.target->end(), stream.begin(),
-                          stream.begin() + static_cast<std::ptrdiff_t>(count));
-    }
+    if (from.target != nullptr) append(from.target->bytes, stream.first(count));
     stream = stream.subspan(count);
     from.missing -= count;
     if (from.missing == 0) finish_message(peer);
@@ -167,13 +177,9 @@ void Mailbox::finish_message(int peer) {
   Peer& from = peers_[at(peer)];
   from.open = false;
   if (from.target == nullptr) return;
-  Slot& slot = *find(from.epoch, from.tag);
-  slot.here[at(peer)] = 1;
-  ++slot.count;
-  if (slot.expected[at(peer)] != 0) {
-    slot.expected[at(peer)] = 0;
-    --from.expected;
-  }
+  from.target->here = true;
+  if (std::exchange(from.target->expected, false)) --from.expected;
+  ++find(from.epoch, from.tag)->count;
 }
 
 void Mailbox::lose(int peer, Loss loss, const std::string& why) {
@@ -249,14 +255,16 @@ void Mailbox::drop_before(std::uint32_t epoch) {
 
 void Mailbox::expect_nothing() {
   for (Peer& peer : peers_) peer.expected = 0;
-  for (const auto& slot : slots_) std::ranges::fill(slot->expected, char{0});
+  for (const auto& slot : slots_) {
+    for (Message& message : slot->messages) message.expected = false;
+  }
 }
 
 void Mailbox::expect(const Tag& tag, int peer) {
   const std::lock_guard lock(mutex_);
-  Slot& slot = find_or_make(epoch_, tag);
-  if (slot.here[at(peer)] != 0 || slot.expected[at(peer)] != 0) return;
-  slot.expected[at(peer)] = 1;
+  Message& message = find_or_make(epoch_, tag).messages[at(peer)];
+  if (message.here || message.expected) return;
+  message.expected = true;
   if (peers_[at(peer)].expected++ == 0) wanted_.notify_all();
 }
 
@@ -269,8 +277,9 @@ std::size_t Mailbox::arrived(const Tag& tag) const {
 std::span<const std::byte> Mailbox::message(const Tag& tag, int peer) const {
   const std::lock_guard lock(mutex_);
   const Slot* slot = find(epoch_, tag);
-  assert(slot != nullptr && slot->here[at(peer)] != 0);
-  return slot->bytes[at(peer)];
+  assert(slot != nullptr && slot->messages[at(peer)].here);
+  const Message& message = slot->messages[at(peer)];
+  return std::span(message.bytes).subspan(message.start);
 }
 
 void Mailbox::release(const Tag& tag) {
@@ -353,9 +362,7 @@ Mailbox::Slot& Mailbox::find_or_make(std::uint32_t epoch, const Tag& tag) {
   const bool none = spare == slots_.end();
   if (none) {
     auto made = std::make_unique<Slot>();
-    made->bytes.resize(peers_.size());
-    made->here.assign(peers_.size(), 0);
-    made->expected.assign(peers_.size(), 0);
+    made->messages.resize(peers_.size());
     slots_.push_back(std::move(made));
   }
   Slot& slot = none ? *slots_.back() : **spare;
@@ -368,12 +375,12 @@ Mailbox::Slot& Mailbox::find_or_make(std::uint32_t epoch, const Tag& tag) {
 void Mailbox::drop(Slot& slot) {
   slot.used = false;
   slot.count = 0;
-  std::ranges::fill(slot.here, char{0});
   for (std::size_t r = 0; r < peers_.size(); ++r) {
-    if (slot.expected[r] != 0 && slot.epoch == epoch_) --peers_[r].expected;
-    slot.expected[r] = 0;
+    Message& message = slot.messages[r];
     Peer& peer = peers_[r];
-    if (peer.open && peer.target == &slot.bytes[r]) peer.target = nullptr;
+    message.here = false;
+    if (std::exchange(message.expected, false)) --peer.expected;
+    if (peer.open && peer.target == &message) peer.target = nullptr;
   }
 }
 

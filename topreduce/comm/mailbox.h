@@ -62,6 +62,8 @@ class TOPREDUCE_API Mailbox {
   // ---- whoever receives ----
 
   void accept(int peer, std::span<const std::byte> frame);
+  /// The same for a buffer that may be kept, if another is left: a long message need not be copied.
+  void accept(int peer, Bytes& frame);
   /// Nothing more will come from `peer`; of several reasons the first counts.
   void lose(int peer, Loss loss, const std::string& why);
   /// Waits until a message is expected of some peer, and says of which; the first after `last` in
@@ -105,13 +107,17 @@ class TOPREDUCE_API Mailbox {
  private:
   static constexpr std::size_t kMostHead = 27;  // bytes: three numbers
 
+  struct Message {
+    Bytes bytes;
+    std::size_t start = 0;  // before it, what else was in the frame
+    bool here = false, expected = false;
+  };
   struct Slot {  // the messages of one tag
     bool used = false;
     std::uint32_t epoch = 0;
     Tag tag;
-    std::size_t count = 0;
-    std::vector<Bytes> bytes;  // by peer
-    std::vector<char> here, expected;
+    std::size_t count = 0;          // of those that are here
+    std::vector<Message> messages;  // by peer
   };
   struct Peer {
     bool heard = false;                                   // of anything yet
@@ -127,12 +133,13 @@ class TOPREDUCE_API Mailbox {
     bool open = false;
     std::array<std::byte, kMostHead> head{};  // of a message that a frame cut
     std::size_t cut = 0;                      // bytes of it that are here
-    Bytes* target = nullptr;
+    Message* target = nullptr;
   };
 
   Slot* find(std::uint32_t epoch, const Tag& tag) const;
   Slot& find_or_make(std::uint32_t epoch, const Tag& tag);
-  void read(int peer, std::span<const std::byte> stream);
+  void accept(int peer, std::span<const std::byte> frame, Bytes* buffer);
+  void read(int peer, std::span<const std::byte> stream, Bytes* buffer);
   void finish_message(int peer);
   void drop(Slot& slot);
   void drop_before(std::uint32_t epoch);

@@ -120,23 +120,37 @@ bool Mpi::progress_until(Done&& done, std::chrono::seconds at_most) {
 // ---- sending -----------------------------------------------------------------------------------
 
 void Mpi::send_frame(int peer, std::span<const std::byte> frame) {
+  if (!wait_for_room(peer, frame.size())) return;
+  Bytes copy = take_buffer(frame.size());
+  append(copy, frame);
+  send(peer, std::move(copy));
+}
+
+void Mpi::hand_over(int peer, Bytes& frame) {
+  if (!wait_for_room(peer, frame.size())) return;
+  Bytes other = take_buffer(frame.size());
+  std::swap(frame, other);
+  send(peer, std::move(other));
+}
+
+// Receives meanwhile: the peer may be waiting for the same. False if the peer has left, and so
+// reads no more.
+bool Mpi::wait_for_room(int peer, std::size_t bytes) {
   if (broken_) fail("this communicator has failed before", kEveryone);
   const auto fits = [&] {
     return gone_[at(peer)] != 0 || sending_[at(peer)] == 0 ||
-           sending_[at(peer)] + frame.size() <= kMostUnderWay;
+           sending_[at(peer)] + bytes <= kMostUnderWay;
   };
-  // Receives meanwhile: the peer may be waiting for the same.
   if (!fits()) progress_until(fits, kForever);
-  if (gone_[at(peer)] == 0) send(peer, frame);
+  return gone_[at(peer)] == 0;
 }
 
-void Mpi::send(int peer, std::span<const std::byte> bytes) {
-  Frame& frame = sends_.frames.emplace_back(Frame{peer, take_buffer(bytes.size())});
-  std::ranges::copy(bytes, frame.bytes.begin());
-  sends_.requests.push_back(MPI_REQUEST_NULL);
+void Mpi::send(int peer, Bytes&& bytes) {
   sending_[at(peer)] += bytes.size();
-  check(MPI_Isend(frame.bytes.data(), static_cast<int>(bytes.size()), MPI_BYTE, peer, kTag, comm_,
-                  &sends_.requests.back()),
+  const Frame& frame = sends_.frames.emplace_back(Frame{peer, std::move(bytes)});
+  sends_.requests.push_back(MPI_REQUEST_NULL);
+  check(MPI_Isend(frame.bytes.data(), static_cast<int>(frame.bytes.size()), MPI_BYTE, peer, kTag,
+                  comm_, &sends_.requests.back()),
         peer);
 }
 
@@ -180,6 +194,8 @@ bool Mpi::receive_frames() {
 
 void Mpi::receive(int peer, int count, MPI_Message& message) {
   Frame frame{peer, take_buffer(static_cast<std::size_t>(count))};
+  make_room(frame.bytes, static_cast<std::size_t>(count));
+  frame.bytes.resize(static_cast<std::size_t>(count));
   MPI_Request request = MPI_REQUEST_NULL;
   check(MPI_Imrecv(frame.bytes.data(), count, MPI_BYTE, &message, &request), peer);
   if (receiving_[at(peer)] == 0) {  // short ones are here already
@@ -260,8 +276,6 @@ Bytes Mpi::take_buffer(std::size_t size) {
     spare_.pop_back();
   }
   bytes.clear();
-  make_room(bytes, size);
-  bytes.resize(size);
   return bytes;
 }
 

@@ -41,6 +41,7 @@ class TOPREDUCE_API Mpi final : public Communicator {
 
  protected:
   void send_frame(int peer, std::span<const std::byte> frame) override;
+  void hand_over(int peer, Bytes& frame) override;
   bool receive_frames() override;
   void do_native_all_reduce(std::span<float> values) override;
   std::size_t frame_limit() const override { return limits_.piece; }
@@ -57,7 +58,8 @@ class TOPREDUCE_API Mpi final : public Communicator {
     std::vector<MPI_Request> requests;  // null: done
   };
 
-  void send(int peer, std::span<const std::byte> bytes);
+  bool wait_for_room(int peer, std::size_t bytes);
+  void send(int peer, Bytes&& bytes);
   void test(Moves& moves);
   void reap_sends();
   void reap_receives();
@@ -67,7 +69,7 @@ class TOPREDUCE_API Mpi final : public Communicator {
   template <class Done>
   bool progress_until(Done&& done, std::chrono::seconds at_most);
 
-  Bytes take_buffer(std::size_t size);
+  Bytes take_buffer(std::size_t size);  // empty, and large enough if there is one
   void check(int code, int peer);
   [[noreturn]] void fail(const std::string& what, int peer);
 

@@ -20,8 +20,7 @@ constexpr char kLeft[] = "it has left the group";
 class ThreadRank final : public Communicator {
  public:
   ThreadRank(int rank, std::shared_ptr<const Mailboxes> all)
-      : Communicator(rank, static_cast<int>(all->size()), (*all)[static_cast<std::size_t>(rank)]),
-        all_(std::move(all)) {}
+      : Communicator(rank, static_cast<int>(all->size()), (*all)[at(rank)]), all_(std::move(all)) {}
   ~ThreadRank() override {
     for (const auto& mailbox : *all_) mailbox->lose(rank(), Loss::gone, kLeft);
   }
@@ -43,8 +42,9 @@ class ThreadRank final : public Communicator {
     }
   }
   void send_frame(int peer, std::span<const std::byte> frame) override {
-    (*all_)[static_cast<std::size_t>(peer)]->accept(rank(), frame);
+    (*all_)[at(peer)]->accept(rank(), frame);
   }
+  void hand_over(int peer, Bytes& frame) override { (*all_)[at(peer)]->accept(rank(), frame); }
 
  private:
   std::shared_ptr<const Mailboxes> all_;
