@@ -3,8 +3,10 @@
 import os
 import re
 import signal
+import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from topreduce.torch import CommError
+from topreduce.torch import CommError, meeting
 
 MODEL = {"granularity": "model", "density": 0.05}
 BUCKET = {"granularity": "bucket", "density": 0.05}
@@ -308,6 +310,39 @@ def attach_alone(rank: Rank) -> None:
 
 def test_attach_on_some_ranks_only() -> None:
     group(2).run(attach_alone)
+
+
+def come_before_the_others(rank: Rank) -> None:
+    """Ranks whose time runs out one after the other; who left before is not called absent."""
+    ddp = DistributedDataParallel(Dictated())
+    for absent in (1, 2):
+        dist.barrier()
+        if rank.rank != absent:
+            time.sleep(0.3 * rank.rank)
+            with pytest.raises(CommError, match=rf"\(rank {absent} did not come, and may"):
+                attach(ddp, timeout=timedelta(seconds=1.5))
+    dist.barrier()
+    attach(ddp)
+    ddp(small_integers(ddp.module, rank.rank, 0)).backward()
+
+
+def test_who_left_before_is_not_called_absent() -> None:
+    group(3).run(come_before_the_others)
+
+
+def attach_without_a_store(rank: Rank) -> None:
+    def gone(*arguments: Any) -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    ddp = DistributedDataParallel(Dictated())
+    words = r"cannot reach the store.*Connection reset by peer"
+    with mock.patch.object(meeting, "_next_place", gone), pytest.raises(CommError, match=words):
+        attach(ddp)
+    attach(ddp)
+
+
+def test_attach_where_the_store_is_gone() -> None:
+    group(2).run(attach_without_a_store)
 
 
 def attach_to_a_part_of_the_world(rank: Rank) -> None:
