@@ -40,7 +40,10 @@ enum class Regime { compress, dense, bypass };
 
 // The largest entries, over the number of ranks: far enough from the largest float (2^128) that
 // sums of all ranks, sums on top of what is remembered, and means times a loss scale stay finite.
-constexpr double kLargestSum = 0x1p100;
+constexpr double kLargestSum = 0x1p102;
+// The largest gradients, over the number of ranks: so much smaller that what is remembered does not
+// come near the largest sum. It would stay there, since every further step would be refused.
+constexpr double kLargestGradient = 0x1p90;
 constexpr double kUsualLossScale = 0x1p24;
 
 // Values that may be on their way before further buckets wait, but for one bucket.
@@ -399,10 +402,13 @@ feedback::Feedback& Reducer::Inside::memory(const Parcel& parcel) {
 // Whether what this rank brings is finite, and so small that nothing made of it overflows.
 bool Reducer::Inside::is_sound(const Parcel& parcel, const Pending& sight) {
   const double scale = std::max(1.0, loss_scale / kUsualLossScale);
-  const auto most = static_cast<float>(kLargestSum / scale / comm->size());
-  if (!parcel.seen.within(most)) return false;
-  if (sight.plain() || !memory(parcel).keeps_gradients()) return true;
-  return sight.survey_gradients().within(most);
+  const auto limit = [&](double most) { return static_cast<float>(most / scale / comm->size()); };
+  const float of_gradients = limit(kLargestGradient);
+  if (!parcel.seen.within(limit(kLargestSum))) return false;
+  const bool small = parcel.seen.within(of_gradients);
+  if (sight.plain() || sight.device() != nullptr) return small;
+  if (small && !memory(parcel).keeps_gradients()) return true;
+  return sight.survey_gradients().within(of_gradients);
 }
 
 void Reducer::Inside::exchange(Parcel& parcel) {

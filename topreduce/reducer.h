@@ -81,7 +81,7 @@ class TOPREDUCE_API Reducer {
   void attend(const Attendance& attendance);
 
   /// Votes, commits, and replaces every gradient with the mean over the ranks. If any rank had an
-  /// infinity or NaN, or entries so large (2^100 / ranks) that sums of all ranks might become one,
+  /// infinity or NaN, or gradients so large (2^90 / ranks) that sums might become one,
   /// or a mean exceeds its `most`, nothing is committed and every gradient becomes NaN, on all
   /// ranks.
   const StepStats& finish();
