@@ -24,9 +24,8 @@ struct StepStats {
   std::uint64_t rounds = 0;  ///< collectives, one after the other
   double kept_energy = 1;    ///< share of |owed + gradient|^2 that was settled, 0 to 1
   double owed_norm = 0;      ///< norm of what this rank owes after the step
-  double seconds_exchanging =
-      0;               ///< in which exchanges were under way, looking and choosing included
-  bool finite = true;  ///< false: some rank had an infinity or NaN; nothing was committed
+  bool finite = true;        ///< false: some rank had an infinity or NaN; nothing was committed
+  double seconds_exchanging = 0;  ///< in which exchanges were under way
   std::array<double, kStageNames.size()> seconds{};
 
   double& operator[](Stage stage) { return seconds[static_cast<std::size_t>(stage)]; }
