@@ -360,6 +360,7 @@ FIELDS: dict[str, type] = {
     "kept_energy": float,
     "owed_norm": float,
     "finite": bool,
+    "seconds_exchanging": float,
     "seconds": dict,
 }
 

@@ -7,6 +7,7 @@ together, once the last bucket is through.
 """
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Mapping
@@ -79,6 +80,7 @@ class _Pass:
         self.step = step
         self.learns = learns  # how often, and in which order, parameters are called
         self.buckets: list[_Bucket] = []
+        self.postponed: list[_Bucket] = []  # until the last has come
         self.taken: dict[int, Tensor] = {}  # by the worker, in fp32
         self._device = device
 
@@ -151,12 +153,20 @@ class DDPAdapter:
         current = self._open()
         current.buckets.append(full)
         step, numbers = current.step, [self._numbers.get(id(each)) for each in full.parameters]
-        if self._taker.open and step.in_backward:
-            self._taker.complete(number for number in numbers if number is not None)
         if step.in_backward and self._may_be_unused:
             used = self._taker.used
             full.unused = [each for each in numbers if each is not None and not used[each]]
-        self._steps.hand_over(step, lambda: self._add(current, full))
+        current.postponed.append(full)
+        if self._taker.open and step.in_backward:
+            self._taker.complete(number for number in numbers if number is not None)
+            self._taker.flush()
+            if self._taker.has_all and not full.is_last:
+                return full.future
+            if full.is_last:
+                self._taker.end()
+        for each in current.postponed:
+            self._steps.hand_over(step, functools.partial(self._add, current, each))
+        current.postponed = []
         if full.is_last:
             self._close(current)
         return full.future
@@ -174,8 +184,6 @@ class DDPAdapter:
             order = list(self._taker.order)
             self._steps.hand_over(step, lambda: self._add_all(current, order))
         if step.in_backward:
-            if self._taker.open:
-                self._taker.end()
             self._taker.forget_use()
             _raise_at_the_end_of_backward(step)
         self._pass = None

@@ -51,6 +51,7 @@ class Taker:
         self._seen: dict[int, tuple[Tensor, int]] = {}  # gradients and their versions
         self._taken: set[int] = set()
         self._batch: Batch = []
+        self._outstanding = 0  # parameters that are neither taken nor complete
         self._plan: tuple[list[int], list[int]] = [0] * len(parameters), [len(parameters)]
         self._bucket_of, self._missing = self._plan
         handles = []
@@ -77,9 +78,13 @@ class Taker:
         self._seen.clear()
         self._taken.clear()
         self._batch = []
+        self._outstanding = len(self._calls)
 
     def end(self) -> None:
         """Every parameter was complete."""
+        if self._batch:
+            self._hand_over(self._batch)
+        self._batch = []
         self.open, self.learnt = False, True
         self._seen.clear()
         self._taken.clear()
@@ -91,14 +96,21 @@ class Taker:
         self._remove_hooks()
         self.open = False
 
+    @property
+    def has_all(self) -> bool:
+        """Nothing is missing: what is handed over now may be the last."""
+        return self._outstanding == 0
+
     def flush(self) -> None:
-        if self._batch:
+        """Hands over what was taken, unless it were the last: peers would take the step for sure,
+        and gradients that changed are only found when they are complete.
+        """
+        if self._batch and not self.has_all:
             batch, self._batch = self._batch, []
             self._hand_over(batch)
 
     def complete(self, numbers: Iterable[int]) -> None:
         """The framework says that nothing more is added to these parameters in this pass."""
-        self.flush()
         for number in numbers:
             seen, calls = self._seen.pop(number, None), self._called[number]
             changed = seen is not None and seen[0]._version != seen[1]
@@ -106,6 +118,7 @@ class Taker:
                 if changed:
                     self._object(number)
                 continue
+            self._outstanding -= 1
             if changed or (calls and self._calls[number] not in (0, calls)):
                 self._calls[number] = _NOT_SURE
             elif calls and self._calls[number] == 0:
@@ -134,6 +147,7 @@ class Taker:
         self.order[number] = None
         if calls == wanted and self._takes:
             self._taken.add(number)
+            self._outstanding -= 1
             self._batch.append((number, gradient))
             bucket = self._bucket_of[number]
             self._missing[bucket] -= 1
