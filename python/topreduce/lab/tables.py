@@ -103,7 +103,7 @@ def stage_grid(results: Results) -> Grid:
         rows,
         [
             "Stages run beside the backward pass; waited: how long backward() had to wait for them "
-            "in the end.",
+            "in the end; hidden: share of the exchanges that was over by then.",
             "rounds: collectives, one after the other. sent: share of the entries. energy: share "
             "of the squared sum that was settled.",
         ],
