@@ -154,7 +154,9 @@ def test_it_gives_the_same_as_the_built_in(method: str, granularity: str, ranks:
         for step in range(5):
             buckets = random_buckets(rng, len(LAYOUT))
             mean, stats = run_step(reducer, comm, gradient(comm.rank, step), buckets)
-            seen += [mean.tobytes(), snapshot(reducer), {**stats.as_dict(), "seconds": None}]
+            told = stats.as_dict()
+            del told["seconds"], told["seconds_exchanging"]
+            seen += [mean.tobytes(), snapshot(reducer), told]
         return [*seen, comm.bytes_sent, comm.bytes_received, comm.rounds]
 
     assert run_threads(ranks, body) == run_ranks(ranks, body)

@@ -134,5 +134,5 @@ def race_rows(
 
 def _means(stats: Sequence[dict[str, Any]]) -> dict[str, float]:
     names = ["selected", "delivered", "entries", "rounds", "kept_energy", "owed_norm"]
-    names += ["bytes_sent", "seconds_waited"]
+    names += ["bytes_sent", "seconds_waited", "hidden"]
     return {name: statistics.fmean(each[name] for each in stats) for name in names if stats}

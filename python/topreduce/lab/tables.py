@@ -92,6 +92,7 @@ def stage_grid(results: Results) -> Grid:
     ]
     rows += [
         ["waited", *(f"{1e3 * row.stats['seconds_waited']:.1f} ms" for row in ours)],
+        ["hidden", *(_percent(row.stats["hidden"]) for row in ours)],
         ["rounds", *(f"{row.stats['rounds']:.1f}" for row in ours)],
         ["sent", *(_percent(row.stats["selected"] / row.stats["entries"]) for row in ours)],
         ["energy", *(_percent(row.stats["kept_energy"]) for row in ours)],
@@ -102,7 +103,7 @@ def stage_grid(results: Results) -> Grid:
         rows,
         [
             "Stages run beside the backward pass; waited: how long backward() had to wait for them "
-            "in the end.",
+            "in the end; hidden: share of the exchanges that was over by then.",
             "rounds: collectives, one after the other. sent: share of the entries. energy: share "
             "of the squared sum that was settled.",
         ],

@@ -27,7 +27,7 @@ class Doing(IntEnum):
     CONFIGURE = 1
     BYPASS = 2
     RESUME = 3
-    LOADED = 4
+    BEGIN = 4
     STEP = 5
 
 
@@ -36,7 +36,7 @@ _WORDS = {
     Doing.CONFIGURE: "configure() before step {step}",
     Doing.BYPASS: "bypass() before step {step}",
     Doing.RESUME: "resume() before step {step}",
-    Doing.LOADED: "step {step}, the first after load_state_dict()",
+    Doing.BEGIN: "the beginning of step {step}, soon after attach() or load_state_dict()",
     Doing.STEP: "step {step}, exchange {exchange}",
 }
 _ALIKE = {Doing.BYPASS: Doing.CONFIGURE, Doing.RESUME: Doing.CONFIGURE}
@@ -82,7 +82,7 @@ def differences(places: Sequence[Place], names: Sequence[int]) -> str:
     if len({place._replace(doing=_ALIKE.get(place.doing, place.doing)) for place in places}) <= 1:
         return ""
     by_rank = "; ".join(f"rank {name}: {place}" for name, place in zip(names, places, strict=True))
-    if {place.doing for place in places} == {Doing.LOADED}:
+    if {place.doing for place in places} == {Doing.BEGIN}:
         return f"the ranks loaded states of different steps, load those of one step: {by_rank}"
     return (
         f"the ranks are at different places of the program: {by_rank}. Call attach, configure, "
