@@ -104,6 +104,7 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   Regime regime_of_step() const;
   Pending pending(const Parcel& parcel) const;
   feedback::Feedback& memory(const Parcel& parcel);
+  Threads& threads() const;
   bool is_sound(const Parcel& parcel, const Pending& sight);
   void exchange(Parcel& parcel);
   void progress();
@@ -391,7 +392,12 @@ Pending Reducer::Inside::pending(const Parcel& parcel) const {
       remembers ? pipeline.feedback->base() : std::span<const float>();
   const float scale = remembers ? pipeline.feedback->scale() : 1;
   return {parcel.segments, base, scale / loss_scale,
-          remembers ? pipeline.feedback->drift() : Drift(), *pipeline.threads};
+          remembers ? pipeline.feedback->drift() : Drift(), threads()};
+}
+
+// While gradients still come, the cores are busy computing them.
+Threads& Reducer::Inside::threads() const {
+  return missing == 0 ? *pipeline.threads : Threads::none();
 }
 
 feedback::Feedback& Reducer::Inside::memory(const Parcel& parcel) {
@@ -443,7 +449,7 @@ void Reducer::Inside::exchange(Parcel& parcel) {
                                   .parameters = parcel.contents(),
                                   .values = remembers ? pipeline.values : pipeline.unremembered,
                                   .native = pipeline.native};
-  parcel.channel.open(*comm, subject, sight, running, *pipeline.threads, workspace);
+  parcel.channel.open(*comm, subject, sight, running, workspace);
   parcel.task = (whole ? *dense : *pipeline.exchange)
                     .run(sight, parcel.selected, budget, parcel.channel, parcel.delivery);
   if (under_way.empty()) under_way_since = std::chrono::steady_clock::now();
@@ -462,7 +468,7 @@ void Reducer::Inside::progress() {
     comm->poll();
   }
   for (Parcel* parcel : under_way) {
-    while (parcel->channel.ready()) parcel->channel.resume();
+    while (parcel->channel.ready()) parcel->channel.resume(threads());
     parcel->task.rethrow();
   }
   const bool busy = !under_way.empty();
