@@ -11,6 +11,7 @@
 #include "topreduce/reducer.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <limits>
@@ -112,6 +113,7 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   void hold_vote();
   std::uint32_t fingerprint_of_sums() const;
   bool fits_callers();
+  void take_back(Parcel& parcel, const Segment& segment);
   int divisor_of(const feedback::Feedback& kept) const;
   float unit_of(const feedback::Feedback& kept) const;
   void leave_out_unused(Parcel& parcel);
@@ -559,19 +561,58 @@ void Reducer::Inside::hold_vote() {
 }
 
 // Whether callers can use what they would be handed: sums, divisor and loss scale are the same on
-// all ranks, so their answers are.
+// all ranks, so their answers are. If there is a loss scale, it must be lowered. Without one, a debt
+// that grew too large for a caller would be in the way for ever: what is too much stays owed.
 bool Reducer::Inside::fits_callers() {
   for (const auto& owner : parcels) {
-    const Parcel& parcel = *owner;
+    Parcel& parcel = *owner;
     const feedback::Feedback& kept = memory(parcel);
     for (const Segment& segment : parcel.segments) {
       if (!segment.narrow() || !vote.used(segment.number)) continue;
       const float largest = kept.largest_mean(pending(parcel), segment, parcel.delivery,
                                               divisor_of(kept), unit_of(kept));
-      if (!(largest <= segment.most)) return false;
+      if (largest <= segment.most) continue;
+      if (loss_scale != 1 || !kept.takes_back() || !std::isfinite(largest)) return false;
+      take_back(parcel, segment);
     }
   }
   return true;
+}
+
+// Cuts the sums of a segment to what its caller can use; each rank owes an even part of the rest.
+void Reducer::Inside::take_back(Parcel& parcel, const Segment& segment) {
+  const feedback::Feedback& kept = memory(parcel);
+  exchange::Delivery& delivery = parcel.delivery;
+  const auto divisor = static_cast<float>(divisor_of(kept)), unit = unit_of(kept);
+  const auto ranks = static_cast<float>(comm->size());
+  // The largest sum that becomes no larger mean than `most`.
+  float most = segment.most / unit * divisor;
+  while (most / divisor * unit > segment.most) most = std::nextafter(most, 0.0f);
+  const auto cut = [&](float& sum) {
+    const float before = sum;
+    sum = std::clamp(sum, -most, most);
+    return (before - sum) / ranks;
+  };
+  const std::size_t begin = segment.start, end = segment.start + segment.size();
+  if (delivery.extent == exchange::Delivery::Extent::whole) {
+    if (delivery.dense_settled.empty()) {
+      delivery.dense_settled.resize(delivery.dense_sum.size());
+      pending(parcel).evaluate(delivery.dense_settled);
+    }
+    for (std::size_t i = begin; i < end; ++i) {
+      delivery.dense_settled[i] -= cut(delivery.dense_sum[i]);
+    }
+    return;
+  }
+  std::array<SparseVector, 2> settled;
+  for (std::size_t i = 0; i < delivery.sum.size(); ++i) {
+    const Index place = delivery.sum.indices[i];
+    if (place < begin || place >= end) continue;
+    const float back = cut(delivery.sum.values[i]);
+    if (back != 0) settled[1].push_back(place, -back);
+  }
+  settled[0].assign(delivery.settled);
+  workspace.adder.add(settled, pending(parcel).size(), delivery.settled);
 }
 
 // An estimate stays a mean over all ranks; only what is handed out is divided otherwise.
