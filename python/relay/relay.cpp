@@ -2,10 +2,9 @@
 //
 //   relay <nanoseconds> <interface> ...
 //
-//   host 0  eth0 --> port0 --> held --\                    Each packet leaves so much later than it
-//   host 1  eth0 --> port1 --> held ----> the port of      came. The kernel notes when that was, so
-//   host 2  eth0 --> port2 --> held --/   its address      that late reading does not make it
-//   later.
+//   host 0  eth0 --> port0 --> held --\                 Each packet leaves so much later than it
+//   host 1  eth0 --> port1 --> held ----> the port of   came. The kernel notes when that was: to
+//   host 2  eth0 --> port2 --> held --/   its address   read it late does not make it later.
 //
 // Packets pass as they are, also those that a network card would cut or add checksums to
 // (PACKET_VNET_HDR); the limits of rate stand at the interfaces. Says "here" once it listens. Any
