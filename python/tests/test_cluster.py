@@ -25,6 +25,7 @@ from topreduce.lab.cluster import (
 )
 from topreduce.lab.launch import RankError, launch
 from topreduce.lab.namespaces import ClusterError, Namespace, bytes_through
+from topreduce.lab.race import begin_together
 from topreduce.lab.relay import Relay
 from topreduce.lab.selftest import LinkCheck, check_links, refuse_if_off
 
@@ -266,6 +267,23 @@ def add_up(
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
     return numbers[0].item(), bytes_through("eth0")[0]
+
+
+def meet(rank: int, world_size: int, tries: int, report: Callable[[int], None]) -> list[float]:
+    times = []
+    for _ in range(tries):
+        begin_together()
+        times.append(time.monotonic())
+    return times
+
+
+@needs_cluster
+def test_steps_begin_together_in_spite_of_a_delay() -> None:
+    """A barrier lets two of three ranks go about a delay later than the first."""
+    with cluster([None] * 3, delay=0.03) as hosts:
+        ranks = launch(meet, 3, 5, places=[host.place for host in hosts])
+    # The quietest try: a busy machine can only make some of them late.
+    assert min(max(times) - min(times) for times in zip(*ranks, strict=True)) < 0.01
 
 
 @needs_cluster
