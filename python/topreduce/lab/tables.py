@@ -14,6 +14,7 @@ from topreduce.lab.race import RaceRow
 from topreduce.lab.results import Results, mean
 from topreduce.lab.train import Evaluation
 
+_MOST_LATE = 0.05  # of the packets of a network with a delay
 _MOST_NOISE = 0.1  # of a race whose step times are to be a clock
 
 
@@ -74,6 +75,8 @@ def race_grid(results: Results) -> Grid:
         if results.workload.get("compute") is None
         else "Ranks wait instead of computing, and their gradients are noise: no loss.",
     ]
+    if results.delay:
+        notes.append(_delay_words(results))
     if any(AGAIN in row.label for row in results.race):
         notes.append("The A/A row is the first method a second time: what it differs by is noise.")
     return Grid(
@@ -170,6 +173,16 @@ def train_grid(results: Results) -> Grid:
         ],
         rows,
         notes,
+    )
+
+
+def _delay_words(results: Results) -> str:
+    words = f"Every packet is held back for {1e3 * results.delay:g} ms on its way"
+    if results.late <= _MOST_LATE:
+        return f"{words}; {_percent(results.late)} came a tenth of that too late."
+    return (
+        f"{words}; {_percent(results.late)} came a tenth of that too late: the machine is too busy "
+        "for this delay, or the relay may not run in real time, which takes root."
     )
 
 
