@@ -126,7 +126,13 @@ void Communicator::flush() {
 }
 
 void Communicator::poll() {
-  receive_frames();
+  for (std::uint64_t seen = version();; seen = version()) {
+    if (!receive_frames() || version() == seen) break;
+  }
+  check_peers();
+}
+
+void Communicator::check_peers() {
   mailbox_->check(rank_);
   if (mailbox_->differs()) compare_places();
 }

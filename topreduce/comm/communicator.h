@@ -134,8 +134,8 @@ class TOPREDUCE_API Communicator {
   virtual void send_frame(int peer, std::span<const std::byte> frame) = 0;
   /// The same for a buffer that the transport may keep, if it leaves another.
   virtual void hand_over(int peer, Bytes& frame) { send_frame(peer, frame); }
-  /// Passes frames that have come to `mailbox().accept`. A transport whose frames are passed on by
-  /// other threads does nothing, and says so by returning false.
+  /// Passes frames that have come to `mailbox().accept`, one at least if there are any. A transport
+  /// whose frames are passed on by other threads does nothing, and says so by returning false.
   virtual bool receive_frames() { return false; }
   virtual void do_native_all_reduce(std::span<float>) {}
   /// More than the head of a frame.
@@ -148,6 +148,7 @@ class TOPREDUCE_API Communicator {
   enum class Call : std::uint8_t { all_to_all = 1, all_gather, broadcast, barrier };
 
   void stay();
+  void check_peers();
   void compare_places();
   template <class PartFor>
   void gather(Call call, PartFor&& part_for, Inbox& inbox);
@@ -173,7 +174,7 @@ void Communicator::wait(const Tag& tag, std::size_t count, Came&& came) {
   flush();
   for (;;) {
     const std::uint64_t seen = version();
-    poll();
+    check_peers();
     came();
     if (arrived(tag) >= count) return;
     wait_for_any(seen);

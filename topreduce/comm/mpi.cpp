@@ -179,7 +179,7 @@ bool Mpi::receive_frames() {
   if (broken_) fail("this communicator has failed before", kEveryone);
   if (size() == 1) return true;
   reap_sends();
-  reap_receives();
+  if (reap_receives()) return true;
   for (;;) {
     int found = 0;
     MPI_Message message = MPI_MESSAGE_NULL;
@@ -188,11 +188,12 @@ bool Mpi::receive_frames() {
     if (found == 0) return true;
     int count = 0;
     check(MPI_Get_count(&status, MPI_BYTE, &count), status.MPI_SOURCE);
-    receive(status.MPI_SOURCE, count, message);
+    // Another look, in vain, would give the core away, while this frame may be all that is missing.
+    if (receive(status.MPI_SOURCE, count, message)) return true;
   }
 }
 
-void Mpi::receive(int peer, int count, MPI_Message& message) {
+bool Mpi::receive(int peer, int count, MPI_Message& message) {
   Frame frame{peer, take_buffer(static_cast<std::size_t>(count))};
   make_room(frame.bytes, static_cast<std::size_t>(count));
   frame.bytes.resize(static_cast<std::size_t>(count));
@@ -201,17 +202,22 @@ void Mpi::receive(int peer, int count, MPI_Message& message) {
   if (receiving_[at(peer)] == 0) {  // short ones are here already
     int done = 0;
     const int code = MPI_Test(&request, &done, MPI_STATUS_IGNORE);
-    if (code == MPI_SUCCESS && done != 0) return deliver(std::move(frame));
+    if (code == MPI_SUCCESS && done != 0) {
+      deliver(std::move(frame));
+      return true;
+    }
     check(code, peer);
   }
   receives_.frames.push_back(std::move(frame));
   receives_.requests.push_back(request);
   ++receiving_[at(peer)];
+  return false;
 }
 
 // Takes those that are done, but none before an earlier one of the same peer.
-void Mpi::reap_receives() {
+bool Mpi::reap_receives() {
   test(receives_);
+  const std::size_t before = receives_.frames.size();
   for (std::size_t i = 0; i < receives_.frames.size();) {
     const auto place = static_cast<std::ptrdiff_t>(i);
     const auto earlier = std::span(receives_.frames).first(i);
@@ -227,6 +233,7 @@ void Mpi::reap_receives() {
     --receiving_[at(peer)];
     deliver(std::move(frame));
   }
+  return receives_.frames.size() < before;
 }
 
 void Mpi::deliver(Frame&& frame) {

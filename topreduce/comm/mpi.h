@@ -62,8 +62,9 @@ class TOPREDUCE_API Mpi final : public Communicator {
   void send(int peer, Bytes&& bytes);
   void test(Moves& moves);
   void reap_sends();
-  void reap_receives();
-  void receive(int peer, int count, MPI_Message& message);
+  // True if a frame was delivered.
+  bool reap_receives();
+  bool receive(int peer, int count, MPI_Message& message);
   void deliver(Frame&& frame);
   bool take_leave() noexcept;
   template <class Done>
