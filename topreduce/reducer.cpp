@@ -370,9 +370,6 @@ void Reducer::Inside::start(std::size_t bucket) {
 
 void Reducer::Inside::attend(const Attendance& attendance) {
   if (comm == nullptr) throw std::invalid_argument("attend: no step is open; call begin first");
-  if (missing == 0 && layout.count() != 0) {
-    throw std::invalid_argument("attend: all gradients are there; call it before the last");
-  }
   for (const std::size_t id : attendance.unused) {
     if (id >= layout.count()) {
       throw std::invalid_argument("attend: there is no parameter " + std::to_string(id) +
@@ -561,8 +558,8 @@ void Reducer::Inside::hold_vote() {
 }
 
 // Whether callers can use what they would be handed: sums, divisor and loss scale are the same on
-// all ranks, so their answers are. If there is a loss scale, it must be lowered. Without one, a debt
-// that grew too large for a caller would be in the way for ever: what is too much stays owed.
+// all ranks, so their answers are. If there is a loss scale, it must be lowered. Without one, a
+// debt that grew too large for a caller would be in the way for ever: what is too much stays owed.
 bool Reducer::Inside::fits_callers() {
   for (const auto& owner : parcels) {
     Parcel& parcel = *owner;

@@ -74,7 +74,7 @@ class TOPREDUCE_API Reducer {
   /// by themselves.
   void progress();
 
-  /// Says of the open step, before its last `add`, that this rank left parameters unused, or has
+  /// Says of the open step, before `finish`, that this rank left parameters unused, or has
   /// run out of data. What no rank used is not delivered: its gradient and what is owed stay. May
   /// be called again for further parameters.
   void attend(const Attendance& attendance);

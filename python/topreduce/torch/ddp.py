@@ -80,7 +80,6 @@ class _Pass:
         self.step = step
         self.learns = learns  # how often, and in which order, parameters are called
         self.buckets: list[_Bucket] = []
-        self.postponed: list[_Bucket] = []  # until the last has come
         self.taken: dict[int, Tensor] = {}  # by the worker, in fp32
         self._device = device
 
@@ -156,17 +155,12 @@ class DDPAdapter:
         if step.in_backward and self._may_be_unused:
             used = self._taker.used
             full.unused = [each for each in numbers if each is not None and not used[each]]
-        current.postponed.append(full)
         if self._taker.open and step.in_backward:
             self._taker.complete(number for number in numbers if number is not None)
             self._taker.flush()
-            if self._taker.has_all and not full.is_last:
-                return full.future
             if full.is_last:
                 self._taker.end()
-        for each in current.postponed:
-            self._steps.hand_over(step, functools.partial(self._add, current, each))
-        current.postponed = []
+        self._steps.hand_over(step, functools.partial(self._add, current, full))
         if full.is_last:
             self._close(current)
         return full.future

@@ -51,7 +51,6 @@ class Taker:
         self._seen: dict[int, tuple[Tensor, int]] = {}  # gradients and their versions
         self._taken: set[int] = set()
         self._batch: Batch = []
-        self._outstanding = 0  # parameters that are neither taken nor complete
         self._plan: tuple[list[int], list[int]] = [0] * len(parameters), [len(parameters)]
         self._bucket_of, self._missing = self._plan
         handles = []
@@ -78,13 +77,10 @@ class Taker:
         self._seen.clear()
         self._taken.clear()
         self._batch = []
-        self._outstanding = len(self._calls)
 
     def end(self) -> None:
         """Every parameter was complete."""
-        if self._batch:
-            self._hand_over(self._batch)
-        self._batch = []
+        self.flush()
         self.open, self.learnt = False, True
         self._seen.clear()
         self._taken.clear()
@@ -96,16 +92,9 @@ class Taker:
         self._remove_hooks()
         self.open = False
 
-    @property
-    def has_all(self) -> bool:
-        """Nothing is missing: what is handed over now may be the last."""
-        return self._outstanding == 0
-
     def flush(self) -> None:
-        """Hands over what was taken, unless it were the last: peers would take the step for sure,
-        and gradients that changed are only found when they are complete.
-        """
-        if self._batch and not self.has_all:
+        """Hands over what was taken."""
+        if self._batch:
             batch, self._batch = self._batch, []
             self._hand_over(batch)
 
@@ -118,7 +107,6 @@ class Taker:
                 if changed:
                     self._object(number)
                 continue
-            self._outstanding -= 1
             if changed or (calls and self._calls[number] not in (0, calls)):
                 self._calls[number] = _NOT_SURE
             elif calls and self._calls[number] == 0:
@@ -147,7 +135,6 @@ class Taker:
         self.order[number] = None
         if calls == wanted and self._takes:
             self._taken.add(number)
-            self._outstanding -= 1
             self._batch.append((number, gradient))
             bucket = self._bucket_of[number]
             self._missing[bucket] -= 1
