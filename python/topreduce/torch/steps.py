@@ -22,7 +22,6 @@ from torch.futures import Future
 
 from topreduce import CommError, Reducer, StepStats, WireError
 from topreduce.torch.device import GradientDevice
-from topreduce.torch.heading import Doing
 from topreduce.torch.lane import Lane
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.surroundings import Attendance, Surroundings
@@ -37,6 +36,7 @@ class _Step:
     def __init__(self, error: Exception | None) -> None:
         self.error = error
         self.in_backward = True
+        self.begun = False
         self.density = 1.0
         self.loss_scale = 0.0  # not known
         self.attendance = Attendance()
@@ -114,7 +114,7 @@ class Steps:
             target=_run, args=(self._tasks,), name="topreduce", daemon=True
         )
         self._thread.start()
-        self._stop = weakref.finalize(self, _end, self._tasks, self._thread)
+        self._stop = weakref.finalize(self, _end, self._tasks, self._thread, comm)
 
     def take(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """DDP's hook. Never raises inside backward(): that would break DDP's next step."""
@@ -183,9 +183,10 @@ class Steps:
                 self._advance(step, bucket)
             except Exception as error:
                 self._reducer.abandon()
-                # A caller's mistake found before anything was sent leaves the peers in step.
-                unsent = self._comm.calls_in_step == 0 and self._comm.all_hear
-                usable = isinstance(error, ValueError) and unsent
+                # A caller's mistake found before anything was sent leaves the peers in step; and so
+                # does what all ranks have found.
+                in_step = self._comm.all_hear and (self._comm.in_step or not step.begun)
+                usable = isinstance(error, ValueError) and in_step
                 step.error = error if usable else self.fail(error)
         if bucket.is_last:
             self._complete(step)
@@ -193,7 +194,8 @@ class Steps:
     def _advance(self, step: _Step, bucket: _Bucket) -> None:
         if bucket.is_first:
             step.density = self._reducer.density
-            self._begin(self._reducer.step, step.loss_scale)
+            self._begin(step.loss_scale)
+            step.begun = True
         if bucket.is_last and step.attendance != Attendance():
             self._reducer.attend(**vars(step.attendance))
         self._add([self._number(each) for each in bucket.parameters], bucket)
@@ -215,14 +217,9 @@ class Steps:
             self._device.hold(numbers, sizes, bucket.buffer)
             self._reducer.add_on_device(numbers, bucket.most)
 
-    def _begin(self, number: int, loss_scale: float) -> None:
+    def _begin(self, loss_scale: float) -> None:
         self._reducer.abandon()  # a backward pass that the user's code cut short
-        self._comm.announce(Doing.LOADED, number)  # only then does begin() send anything
-        try:
-            self._reducer.begin(self._comm, loss_scale)
-        finally:
-            # The ranks compare what they loaded. Where it differs all raise, and are still in step.
-            self._comm.start_step(number)
+        self._reducer.begin(self._comm, loss_scale)
 
     def _lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:
@@ -264,11 +261,18 @@ def _raise_at_the_end_of_backward(step: _Step) -> bool:
     return True
 
 
-def _end(tasks: "queue.SimpleQueue[Callable[[], None] | None]", thread: threading.Thread) -> None:
+def _end(
+    tasks: "queue.SimpleQueue[Callable[[], None] | None]",
+    thread: threading.Thread,
+    comm: GroupCommunicator,
+) -> None:
     """Also at exit: a thread that Python kills inside of C++ takes the whole process with it."""
     tasks.put(None)
     if thread is not threading.current_thread():
         thread.join(_LAST_WORDS)
+        if thread.is_alive():
+            comm.interrupt("is waited for no longer: this process ends")
+            thread.join(_LAST_WORDS)
 
 
 def _run(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
