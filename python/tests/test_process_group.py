@@ -163,7 +163,7 @@ def fall_out_of_step(rank: Rank) -> None:
         with pytest.raises((WireError, CommError), match=r"rank 1 has gone on to step 10") as error:
             for _ in range(2):
                 comm.all_gather(np.zeros(5, np.uint8))
-        comm.close(f"{type(error.value).__name__}: {error.value}")
+        comm.close(f"{type(error.value).__name__}: {error.value}", drops_step=True)
 
 
 def test_ranks_at_different_places_are_told() -> None:
@@ -278,7 +278,7 @@ def leave_in_peace(rank: Rank) -> None:
     for _ in range(20):
         comm = connect()
         comm.all_gather(np.zeros(300_000, np.uint8))
-        comm.close("that was all", between_steps=True)
+        comm.close("that was all")
 
 
 def test_ranks_that_leave_do_not_disturb() -> None:

@@ -36,7 +36,7 @@ from topreduce.torch.roll_call import RollCall, explain
 Bytes = NDArray[np.uint8]
 
 _HEAD = struct.Struct("<IIQ")
-# Kinds: bytes of the core; nothing; why a rank has given up; why it has left between steps.
+# Kinds: bytes of the core; nothing; why a rank has given up a step; why it has left.
 _FRAME, _NOTE, _GAVE_UP, _LEFT = range(4)
 _PLACES = 4  # for frames of one peer
 _ALL_PLACES = 1 << 22  # bytes, about, over all peers
@@ -116,13 +116,13 @@ class GroupCommunicator(Communicator):
         received, counts = self.all_gather(np.frombuffer(sendable(word).encode(), np.uint8))
         return [legible(part.tobytes()) for part in np.split(received, np.cumsum(counts)[:-1])]
 
-    def close(self, word: str = "", between_steps: bool = False) -> None:
+    def close(self, word: str = "", drops_step: bool = False) -> None:
         """Leaves, for good. Peers that wait for us fail at once, and find `word` as the reason.
 
-        So do those that wait for others, unless it is `between_steps`.
+        If this `drops_step`, so do those that have all they need to finish it.
         """
         if self._gloo is not None and word:
-            kind = _LEFT if between_steps else _GAVE_UP
+            kind = _GAVE_UP if drops_step else _LEFT
             self._tell(kind, self._cause or f"rank {self._names[self.rank]} gave up: {word}")
         self.interrupt("is out of reach: the group is closed")
         self._lines.clear()

@@ -141,7 +141,7 @@ class Steps:
 
     def fail(self, error: Exception) -> Exception:
         """No further step is possible: releases peers that wait for us; returns what to raise."""
-        self._comm.close(f"{type(error).__name__}: {error}")
+        self._comm.close(f"{type(error).__name__}: {error}", drops_step=True)
         if isinstance(error, (CommError, WireError)):
             error = type(error)(f"{error}. Nothing more is exchanged until detach().")
         self.broken = error.with_traceback(None)

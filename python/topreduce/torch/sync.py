@@ -105,8 +105,7 @@ class Sync:
             self._steps.stop()
             self._comm.close(
                 f"detach() before step {self._reducer.step}; call it on all ranks, between the "
-                "same steps",
-                between_steps=True,
+                "same steps"
             )
 
     def __repr__(self) -> str:
