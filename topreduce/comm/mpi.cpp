@@ -239,7 +239,7 @@ bool Mpi::reap_receives() {
 void Mpi::deliver(Frame&& frame) {
   if (frame.bytes.empty()) {
     gone_[at(frame.peer)] = 1;
-    mailbox().lose(frame.peer, Loss::gone, "it has left the group");
+    mailbox().lose(frame.peer, Loss::gone, "has left the group");
   } else {
     mailbox().accept(frame.peer, frame.bytes);
   }

@@ -137,7 +137,6 @@ def attach(
     try:
         reducer, parameters, device = _prepare_together(comm, ddp, method, given, timeout, scaler)
         reducer.agree(comm)
-        comm.allow_for(sum(parameter.numel() for parameter in parameters.values()))
         if dispatcher is None:
             dispatcher = _Dispatcher(ddp.process_group)
             ddp.register_comm_hook(dispatcher, _hook)

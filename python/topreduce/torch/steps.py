@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 
 from topreduce import CommError, Reducer, StepStats, WireError
-from topreduce.torch.heading import Doing
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.surroundings import Attendance, Surroundings
 
@@ -70,7 +69,7 @@ class Steps:
             target=_run, args=(self._tasks,), name="topreduce", daemon=True
         )
         self._thread.start()
-        self._stop = weakref.finalize(self, _end, self._tasks, self._thread)
+        self._stop = weakref.finalize(self, _end, self._tasks, self._thread, comm)
 
     def open(self) -> Step:
         """A step begins; one that user code cut short is forgotten. Never raises."""
@@ -96,7 +95,7 @@ class Steps:
 
     def fail(self, error: Exception) -> Exception:
         """No further step is possible: releases peers that wait for us; returns what to raise."""
-        self._comm.close(f"{type(error).__name__}: {error}")
+        self._comm.close(f"{type(error).__name__}: {error}", drops_step=True)
         if isinstance(error, (CommError, WireError)):
             error = type(error)(f"{error}. Nothing more is exchanged until detach().")
         self.broken = error.with_traceback(None)
@@ -148,17 +147,18 @@ class Steps:
             return
         try:
             if not step.begun:
-                step.begun = True
                 step.density = self._reducer.density
-                self._begin(self._reducer.step, step.loss_scale)
+                self._begin(step.loss_scale)
+                step.begun = True
                 if step.attendance != Attendance():
                     self._reducer.attend(**vars(step.attendance))
             task()
         except Exception as error:
             self._reducer.abandon()
-            # A caller's mistake found before anything was sent leaves the peers in step.
-            unsent = self._comm.calls_in_step == 0 and self._comm.all_hear
-            usable = isinstance(error, ValueError) and unsent
+            # A caller's mistake found before anything was sent leaves the peers in step; and so does
+            # what all ranks have found.
+            in_step = self._comm.all_hear and (self._comm.in_step or not step.begun)
+            usable = isinstance(error, ValueError) and in_step
             step.error = error if usable else self.fail(error)
 
     def _close(self, step: Step, receiver: Receiver) -> None:
@@ -175,25 +175,27 @@ class Steps:
         waited = time.perf_counter() - step.last_handed_over
         self.history.append(self.record(stats, step.density, waited, in_finish))
 
-    def _begin(self, number: int, loss_scale: float) -> None:
+    def _begin(self, loss_scale: float) -> None:
         self._reducer.abandon()  # a backward pass that the user's code cut short
-        self._comm.announce(Doing.BEGIN, number)  # begin() may send, before the step's exchanges
-        try:
-            self._reducer.begin(self._comm, loss_scale)
-        finally:
-            # The ranks compare what they loaded. Where it differs all raise, and are still in step.
-            self._comm.start_step(number)
+        self._reducer.begin(self._comm, loss_scale)
 
 
 def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _end(tasks: "queue.SimpleQueue[Callable[[], None] | None]", thread: threading.Thread) -> None:
+def _end(
+    tasks: "queue.SimpleQueue[Callable[[], None] | None]",
+    thread: threading.Thread,
+    comm: GroupCommunicator,
+) -> None:
     """Also at exit: a thread that Python kills inside of C++ takes the whole process with it."""
     tasks.put(None)
     if thread is not threading.current_thread():
         thread.join(_LAST_WORDS)
+        if thread.is_alive():
+            comm.interrupt("is waited for no longer: this process ends")
+            thread.join(_LAST_WORDS)
 
 
 def _run(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:

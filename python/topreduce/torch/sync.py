@@ -5,7 +5,6 @@ from typing import Any
 
 from topreduce import Reducer
 from topreduce.torch import checkpoint, report
-from topreduce.torch.heading import Doing
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.steps import Steps
 
@@ -58,16 +57,16 @@ class Sync:
         settings = {name: as_setting(value) for name, value in changes.items()}
         words = ", ".join(f"{name}={value}" for name, value in sorted(settings.items()))
         self._together(
-            Doing.CONFIGURE, f"configure({words})", lambda: self._reducer.configure(**settings)
+            "configure", f"configure({words})", lambda: self._reducer.configure(**settings)
         )
 
     def bypass(self) -> None:
         """From the next step on plain dense averages; what is owed waits. Collective."""
-        self._together(Doing.BYPASS, "bypass()", self._reducer.bypass)
+        self._together("bypass", "bypass()", self._reducer.bypass)
 
     def resume(self) -> None:
         """Ends `bypass`. Collective."""
-        self._together(Doing.RESUME, "resume()", self._reducer.resume)
+        self._together("resume", "resume()", self._reducer.resume)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything this rank's next step depends on: tensors, numbers and words by name.
@@ -119,14 +118,14 @@ class Sync:
         mode = "bypassed" if self._reducer.bypassed else f"density {self._reducer.density:.3g}"
         return f"{self._reducer.spec['method']}, {mode}"
 
-    def _together(self, doing: Doing, action: str, change: Callable[[], None]) -> None:
+    def _together(self, call: str, action: str, change: Callable[[], None]) -> None:
         """Changes the reducer if all ranks want this before the same step; else all raise."""
         if not self._attached:
             raise ValueError(f"{action}: this handle is detached; use the one of the last attach")
         if self._steps.broken is not None:
             raise self._steps.broken.with_traceback(None)
         self._steps.settle()
-        self._comm.announce(doing, self._reducer.step)
+        self._comm.enter(call, self._reducer.step)
         try:
             self._comm.concur(f"{action} before step {self._reducer.step}")
             change()  # raises ValueError on all ranks or on none: they agree on all it looks at
