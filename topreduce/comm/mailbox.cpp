@@ -164,16 +164,14 @@ void Mailbox::read(int peer, std::span<const std::byte> stream, Bytes* buffer) {
         Message& message = find_or_make(from.epoch, from.tag).messages[at(peer)];
         if (message.here) return lose_locked(peer, Loss::damaged, "the same message twice");
         from.target = &message;
-        message.start = 0;
         if (buffer != nullptr && from.missing == stream.size() && from.missing >= kLeastRoom) {
           message.start = buffer->size() - stream.size();
-          std::swap(message.bytes, *buffer);
+          message.bytes = std::exchange(*buffer, spares_.take(buffer->size()));
           from.missing = 0;
           return finish_message(peer);
         }
-        message.bytes.clear();
         // Not more than what came so far: a length is only a claim.
-        message.bytes.reserve(std::max(kLeastRoom, std::min(from.missing, stream.size())));
+        message.bytes = spares_.take(std::max(kLeastRoom, std::min(from.missing, stream.size())));
       }
     }
     const std::size_t count = std::min(from.missing, stream.size());
@@ -414,6 +412,8 @@ void Mailbox::drop(Slot& slot) {
     Message& message = slot.messages[r];
     Peer& peer = peers_[r];
     message.here = false;
+    message.start = 0;
+    spares_.give(std::move(message.bytes));
     if (std::exchange(message.expected, false)) --peer.expected;
     if (peer.open && peer.target == &message) peer.target = nullptr;
   }

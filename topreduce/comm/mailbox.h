@@ -169,6 +169,7 @@ class TOPREDUCE_API Mailbox {
   std::condition_variable changed_;
   std::vector<Peer> peers_;
   std::vector<std::unique_ptr<Slot>> slots_;
+  Spares spares_;
   std::uint32_t epoch_ = 0, oldest_ = 0;  // messages before `oldest_` are dropped
   Place place_, before_;
   std::uint64_t version_ = 0;

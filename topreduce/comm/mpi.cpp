@@ -121,14 +121,14 @@ bool Mpi::progress_until(Done&& done, std::chrono::seconds at_most) {
 
 void Mpi::send_frame(int peer, std::span<const std::byte> frame) {
   if (!wait_for_room(peer, frame.size())) return;
-  Bytes copy = take_buffer(frame.size());
+  Bytes copy = spares_.take(frame.size());
   append(copy, frame);
   send(peer, std::move(copy));
 }
 
 void Mpi::hand_over(int peer, Bytes& frame) {
   if (!wait_for_room(peer, frame.size())) return;
-  Bytes other = take_buffer(frame.size());
+  Bytes other = spares_.take(frame.size());
   std::swap(frame, other);
   send(peer, std::move(other));
 }
@@ -160,7 +160,7 @@ void Mpi::reap_sends() {
     if (sends_.requests[i] != MPI_REQUEST_NULL) continue;
     Frame& frame = sends_.frames[i];
     sending_[at(frame.peer)] -= frame.bytes.size();
-    spare_.push_back(std::move(frame.bytes));
+    spares_.give(std::move(frame.bytes));
     std::swap(frame, sends_.frames.back());
     std::swap(sends_.requests[i], sends_.requests.back());
     sends_.frames.pop_back();
@@ -194,8 +194,7 @@ bool Mpi::receive_frames() {
 }
 
 bool Mpi::receive(int peer, int count, MPI_Message& message) {
-  Frame frame{peer, take_buffer(static_cast<std::size_t>(count))};
-  make_room(frame.bytes, static_cast<std::size_t>(count));
+  Frame frame{peer, spares_.take(static_cast<std::size_t>(count))};
   frame.bytes.resize(static_cast<std::size_t>(count));
   MPI_Request request = MPI_REQUEST_NULL;
   check(MPI_Imrecv(frame.bytes.data(), count, MPI_BYTE, &message, &request), peer);
@@ -243,7 +242,7 @@ void Mpi::deliver(Frame&& frame) {
   } else {
     mailbox().accept(frame.peer, frame.bytes);
   }
-  spare_.push_back(std::move(frame.bytes));
+  spares_.give(std::move(frame.bytes));
 }
 
 // ---- both --------------------------------------------------------------------------------------
@@ -264,26 +263,6 @@ void Mpi::test(Moves& moves) {
     check(statuses_[static_cast<std::size_t>(i)].MPI_ERROR, moves.frames[place].peer);
   }
   check(code, kEveryone);
-}
-
-// The smallest that is large enough, or else the largest.
-Bytes Mpi::take_buffer(std::size_t size) {
-  auto best = spare_.begin();
-  for (auto next = spare_.begin(); next != spare_.end(); ++next) {
-    const bool enough = next->capacity() >= size;
-    if (best->capacity() >= size ? enough && next->capacity() < best->capacity()
-                                 : next->capacity() > best->capacity()) {
-      best = next;
-    }
-  }
-  Bytes bytes;
-  if (best != spare_.end() && size > 0) {
-    std::swap(bytes, *best);
-    std::swap(*best, spare_.back());
-    spare_.pop_back();
-  }
-  bytes.clear();
-  return bytes;
 }
 
 void Mpi::check(int code, int peer) {

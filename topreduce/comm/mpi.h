@@ -70,7 +70,6 @@ class TOPREDUCE_API Mpi final : public Communicator {
   template <class Done>
   bool progress_until(Done&& done, std::chrono::seconds at_most);
 
-  Bytes take_buffer(std::size_t size);  // empty, and large enough if there is one
   void check(int code, int peer);
   [[noreturn]] void fail(const std::string& what, int peer);
 
@@ -81,7 +80,7 @@ class TOPREDUCE_API Mpi final : public Communicator {
   std::vector<std::size_t> sending_;    // bytes under way to each peer
   std::vector<std::size_t> receiving_;  // frames under way from each peer
   std::vector<char> gone_;              // by peer: has left
-  std::vector<Bytes> spare_;
+  Spares spares_;
   std::vector<int> finished_;
   std::vector<MPI_Status> statuses_;
 };
