@@ -150,6 +150,7 @@ void Patience::pause() const {
 void Communicator::wait_for_any(std::uint64_t seen) {
   flush();
   if (mailbox_->version() != seen) return;
+  mailbox_->check(rank_);  // what is expected since may be expected of one that is lost
   if (!receive_frames()) return mailbox_->wait(seen);
   for (const Patience patience(spin()); mailbox_->version() == seen; receive_frames()) {
     patience.pause();
