@@ -750,11 +750,13 @@ void Reducer::use(Device* device) {
   inside_->settle_down(*inside_->pipeline.feedback, inside_->pipeline, device);
 }
 
-void Reducer::progress() {
-  if (inside_->comm == nullptr) return;
+bool Reducer::progress() {
+  if (inside_->comm == nullptr) return false;
   const FloatMode mode;
   try {
+    if (inside_->pipeline.granularity == Granularity::bucket) inside_->start_complete_buckets();
     inside_->progress();
+    return !inside_->under_way.empty();
   } catch (...) {
     abandon();
     throw;
