@@ -31,7 +31,7 @@ def attach(ddp: DistributedDataParallel, *arguments: Any, **settings: Any) -> to
         arrays = [each.gradient() for each in step.buckets]
         together = np.concatenate(arrays)
         step.density = sync._reducer.density
-        Steps._begin(steps, sync._reducer.step, step.loss_scale)
+        Steps._begin(steps, step.loss_scale)
         sync._reducer.add(first_order, together)
         stats = sync._reducer.finish()
         ends = list(itertools.accumulate(len(array) for array in arrays))

@@ -122,8 +122,10 @@ void Communicator::wait_for_any(std::uint64_t seen) {
   flush();
   if (mailbox_->version() != seen) return;
   if (!receive_frames()) return mailbox_->wait(seen);
-  for (const Patience patience(spin()); mailbox_->version() == seen; receive_frames()) {
+  for (const Patience patience(spin());;) {
     patience.pause();
+    receive_frames();
+    if (mailbox_->version() != seen) return;
     still_waiting(patience.waited());
   }
 }
