@@ -6,11 +6,13 @@
 
 #include <cmath>
 #include <numeric>
+#include <optional>
 #include <tuple>
 
 #include "cluster.h"
 #include "expect_error.h"
 #include "topreduce/catalog.h"
+#include "topreduce/comm/decorator.h"
 
 namespace topreduce::laws {
 namespace {
@@ -252,30 +254,21 @@ TEST(RollCalls, RanksThatDivideDifferentlyAreAllTold) {
   EXPECT_EQ(state_of(cluster[1]), before);
 }
 
-/// Loses the connection in one call.
-class Severed final : public Communicator {
+/// Loses the connection in one call; a new tag starts the next.
+class Severed final : public comm::Decorator {
  public:
-  Severed(Communicator& inner, int calls) : inner_(inner), calls_left_(calls) {}
-  int rank() const override { return inner_.rank(); }
-  int size() const override { return inner_.size(); }
+  Severed(Communicator& inner, int calls) : Decorator(inner), calls_left_(calls) {}
 
- protected:
-  void do_all_to_all(std::span<const std::byte> send, std::span<const std::size_t> counts,
-                     comm::Inbox& inbox) override {
-    count();
-    inner_.all_to_all(send, counts, inbox);
-  }
-  void do_all_gather(std::span<const std::byte> mine, comm::Inbox& inbox) override {
-    count();
-    inner_.all_gather(mine, inbox);
+  void post(int peer, const comm::Tag& tag, std::span<const std::byte> head,
+            std::span<const std::byte> bytes) override {
+    const bool starts = std::exchange(last_, tag) != tag;
+    if (starts && calls_left_-- == 0) throw CommError("the cable is cut");
+    Decorator::post(peer, tag, head, bytes);
   }
 
  private:
-  void count() {
-    if (calls_left_-- == 0) throw CommError("the cable is cut");
-  }
-  Communicator& inner_;
   int calls_left_;
+  std::optional<comm::Tag> last_;
 };
 
 TEST(RollCalls, AFailureInItLeavesNoTrace) {

@@ -188,7 +188,9 @@ class Cluster {
  public:
   Cluster(int ranks, const Layout& layout, std::string_view spec)
       : Cluster(ranks, layout, parse_spec(spec)) {}
-  Cluster(int ranks, const Layout& layout, const Spec& spec) {
+  /// Unless `spec` says otherwise, buckets are small, so that even a small model has several.
+  Cluster(int ranks, const Layout& layout, Spec spec) {
+    spec.settings.emplace("bucket_cap_mb", "0");
     for (int r = 0; r < ranks; ++r) reducers_.emplace_back(layout, spec);
   }
 

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -161,18 +162,50 @@ inline void barrier_waits_for_the_last(Communicator& comm) {
   }
 }
 
-/// Runs `call` and compares what the counters say of it.
+/// The counters at a moment when nothing is under way between any ranks. Until the next such
+/// moment rank 0 sends and receives a message of kQuiet bytes for each other rank, they one each.
+constexpr std::size_t kQuiet = Mailbox::kFrameHead + 3;
+inline Traffic quiet_traffic(Communicator& comm) {
+  constexpr Tag kDone{1, 0}, kGo{2, 0};
+  if (comm.rank() != 0) {
+    const Traffic traffic = comm.traffic();
+    comm.expect(kGo, 0);
+    comm.post(0, kDone, {}, {});
+    comm.wait(kGo, 1);
+    comm.release(kGo);
+    return traffic;
+  }
+  for (int r = 1; r < comm.size(); ++r) comm.expect(kDone, r);
+  comm.wait(kDone, at(comm.size() - 1));
+  comm.release(kDone);
+  const Traffic traffic = comm.traffic();
+  for (int r = 1; r < comm.size(); ++r) comm.post(r, kGo, {}, {});
+  comm.flush();
+  return traffic;
+}
+
+/// Runs `call`, whose messages are short, and compares what the counters say of it.
 template <class Call>
 void expect_traffic(Communicator& comm, const char* name, std::size_t sent, std::size_t received,
                     std::size_t rounds, Call call) {
-  const Traffic before = comm.traffic();
+  const Traffic before = quiet_traffic(comm);
   call();
-  EXPECT_EQ(comm.traffic().bytes_sent - before.bytes_sent, sent) << name;
-  EXPECT_EQ(comm.traffic().bytes_received - before.bytes_received, received) << name;
-  EXPECT_EQ(comm.traffic().rounds - before.rounds, rounds) << name;
+  const Traffic after = quiet_traffic(comm);
+  const std::size_t others = at(comm.size() - 1);
+  const std::size_t quiet = comm.rank() == 0 ? others : std::min<std::size_t>(others, 1);
+  EXPECT_EQ(after.bytes_sent - before.bytes_sent, sent + quiet * kQuiet) << name;
+  EXPECT_EQ(after.bytes_received - before.bytes_received, received + quiet * kQuiet) << name;
+  EXPECT_EQ(after.messages - before.messages, rounds * others + quiet) << name;
+  EXPECT_EQ(after.rounds - before.rounds, rounds) << name;
+}
+
+/// What a collective sends for so many bytes: the frame's head, exchange, round, length, call.
+constexpr std::size_t framed(std::size_t bytes) {
+  return Mailbox::kFrameHead + 5 + 1 + (bytes + 1 < 128 ? 1 : 2) + 1 + bytes;
 }
 
 inline void traffic_is_exact(Communicator& comm) {
+  comm.enter({Place::Kind::configure, 1});  // rounds start again
   const auto ranks = static_cast<std::size_t>(comm.size());
   const auto me = static_cast<std::size_t>(comm.rank());
   const std::size_t others = ranks - 1;
@@ -181,32 +214,39 @@ inline void traffic_is_exact(Communicator& comm) {
 
   // Rank r sends 10 (r + 1) + to bytes to each.
   std::vector<std::size_t> counts;
-  std::size_t sent = 0, received = 0;
+  std::size_t total = 0, sent = 0, received = 0;
   for (std::size_t r = 0; r < ranks; ++r) {
     counts.push_back(10 * (me + 1) + r);
-    if (r != me) sent += counts.back();
-    if (r != me) received += 10 * (r + 1) + me;
+    total += counts.back();
+    if (r != me) sent += framed(counts.back());
+    if (r != me) received += framed(10 * (r + 1) + me);
   }
-  const std::vector<std::byte> send(sent + counts[me]);
+  const std::vector<std::byte> send(total);
   expect_traffic(comm, "all_to_all", sent, received, one,
                  [&] { comm.all_to_all(send, counts, inbox); });
 
   const std::vector<std::byte> mine(me);
-  expect_traffic(comm, "all_gather", me * others, ranks * others / 2 - me, one,
+  received = 0;
+  for (std::size_t r = 0; r < ranks; ++r) received += r == me ? 0 : framed(r);
+  expect_traffic(comm, "all_gather", framed(me) * others, received, one,
                  [&] { comm.all_gather(mine, inbox); });
 
   std::vector<std::byte> bytes(100);
   const bool root = comm.rank() == comm.size() - 1;
-  expect_traffic(comm, "broadcast", root ? 100 * others : 0, root ? 0 : 100, one,
+  expect_traffic(comm, "broadcast", framed(root ? 100 : 0) * others,
+                 framed(0) * others + (root ? 0 : 100), one,
                  [&] { comm.broadcast(bytes, comm.size() - 1); });
 
-  expect_traffic(comm, "barrier", 0, 0, one, [&] { comm.barrier(); });
+  expect_traffic(comm, "barrier", framed(0) * others, framed(0) * others, one,
+                 [&] { comm.barrier(); });
 
-  // 1000 values do not always divide evenly: this rank adds up `part` of them.
-  const std::size_t part = ranks == 1 ? 0 : 1000 * (me + 1) / ranks - 1000 * me / ranks;
-  const std::size_t rest = ranks == 1 ? 0 : 1000 - part;
-  const std::size_t volume = sizeof(float) * (rest + part * others);
-  std::vector<float> values(1000);
+  // 200 values do not always divide evenly: this rank adds up its part of them.
+  const auto part = [&](std::size_t r) {
+    return framed((200 * (r + 1) / ranks - 200 * r / ranks) * sizeof(float));
+  };
+  std::size_t volume = others * part(me);
+  for (std::size_t r = 0; r < ranks; ++r) volume += r == me ? 0 : part(r);
+  std::vector<float> values(200);
   expect_traffic(comm, "all_reduce", volume, volume, 2 * one, [&] { comm.all_reduce(values); });
 }
 
@@ -279,6 +319,167 @@ inline void an_inbox_is_reused(Communicator& comm) {
   }
 }
 
+// ---- messages ----------------------------------------------------------------------------------
+
+/// Of message `tag` from rank to rank; none, one byte, or some thousands.
+inline std::vector<std::byte> message_of(int from, int to, const Tag& tag) {
+  const std::size_t length = (at(from) * 7 + at(to) * 3 + tag.exchange * 5 + tag.round) % 5;
+  return pattern(from + static_cast<int>(tag.round), to + static_cast<int>(tag.exchange),
+                 length < 2 ? length : length * 700);
+}
+
+inline void post_to(Communicator& comm, int peer, const Tag& tag) {
+  const auto bytes = message_of(comm.rank(), peer, tag);
+  const std::size_t head = bytes.size() / 3;
+  comm.post(peer, tag, std::span(bytes).first(head), std::span(bytes).subspan(head));
+}
+
+inline void expect_from(Communicator& comm, int peer, const Tag& tag) {
+  EXPECT_TRUE(same(comm.message(tag, peer), message_of(peer, comm.rank(), tag)))
+      << "rank " << comm.rank() << " from " << peer << ": " << tag.exchange << ", " << tag.round;
+}
+
+/// Calls body(peer) for all other ranks.
+template <class Body>
+void for_others(const Communicator& comm, Body&& body) {
+  for (int peer = 0; peer < comm.size(); ++peer) {
+    if (peer != comm.rank()) body(peer);
+  }
+}
+
+inline void messages_come_in_any_order(Communicator& comm) {
+  std::mt19937 rng(static_cast<unsigned>(comm.rank() + 1));
+  std::vector<Tag> tags;
+  for (std::uint32_t exchange = 0; exchange < 3; ++exchange) {
+    for (std::uint32_t round = 0; round < 4; ++round) tags.push_back({exchange * 1000, round * 77});
+  }
+  for (std::uint64_t time = 0; time < 20; ++time) {
+    comm.enter({Place::Kind::step, time});
+    std::vector<std::pair<int, Tag>> outgoing;
+    for_others(comm, [&](int peer) {
+      for (const Tag& tag : tags) outgoing.emplace_back(peer, tag);
+    });
+    std::ranges::shuffle(outgoing, rng);
+    std::ranges::shuffle(tags, rng);
+    for (const auto& [peer, tag] : outgoing) {
+      post_to(comm, peer, tag);
+      if (rng() % 4 == 0) comm.flush();
+      if (rng() % 8 == 0) comm.poll();
+    }
+    for (const Tag& tag : tags) {
+      for_others(comm, [&](int peer) { comm.expect(tag, peer); });
+      comm.wait(tag, at(comm.size() - 1));
+      for_others(comm, [&](int peer) { expect_from(comm, peer, tag); });
+      comm.release(tag);
+      EXPECT_EQ(comm.arrived(tag), 0u);
+    }
+  }
+}
+
+// Along a chain: rank r hears from r - 1 only, and passes on.
+inline void messages_may_go_to_some_only(Communicator& comm) {
+  comm.enter({Place::Kind::step, 1});
+  const Tag tag{3, 0};
+  if (comm.rank() > 0) {
+    comm.expect(tag, comm.rank() - 1);
+    comm.wait(tag, 1);
+    expect_from(comm, comm.rank() - 1, tag);
+  }
+  if (comm.rank() + 1 < comm.size()) post_to(comm, comm.rank() + 1, tag);
+  comm.barrier();
+}
+
+inline void messages_may_come_early(Communicator& comm) {
+  for (int late = 0; late < comm.size(); ++late) {
+    if (comm.rank() == late) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    const Tag tag{1, static_cast<std::uint32_t>(late)};
+    for (std::uint64_t step = 0; step < 3; ++step) {
+      comm.enter({Place::Kind::step, step});
+      for_others(comm, [&](int peer) {
+        comm.expect(tag, peer);
+        post_to(comm, peer, tag);
+      });
+      comm.wait(tag, at(comm.size() - 1));
+      for_others(comm, [&](int peer) { expect_from(comm, peer, tag); });
+    }
+  }
+}
+
+// Messages that nobody took, some of them in parts, do not come to light at the next place.
+inline void messages_of_a_place_that_was_left_are_dropped(Communicator& comm) {
+  const Tag tag{4, 4};
+  const auto bytes = pattern(99, comm.rank(), 5000);
+  for (std::uint64_t step = 0; step < 10; ++step) {
+    comm.enter({Place::Kind::step, 2 * step});
+    for_others(comm, [&](int peer) { comm.post(peer, tag, {}, bytes); });
+    comm.flush();
+    if (comm.rank() % 2 == 0) comm.poll();
+    comm.enter({Place::Kind::step, 2 * step + 1});
+    for_others(comm, [&](int peer) {
+      comm.expect(tag, peer);
+      post_to(comm, peer, tag);
+    });
+    comm.wait(tag, at(comm.size() - 1));
+    for_others(comm, [&](int peer) { expect_from(comm, peer, tag); });
+    comm.release(tag);
+  }
+  comm.barrier();
+}
+
+// Some ranks enter a place and take it back, which nobody else notices.
+inline void a_place_can_be_taken_back(Communicator& comm) {
+  Inbox inbox;
+  const Tag tag{5, 0};
+  for (int time = 0; time < 50; ++time) {
+    if (time % 10 == 0) comm.enter({Place::Kind::bypass, static_cast<std::uint64_t>(time)});
+    comm.barrier();
+    if ((comm.rank() + time) % 3 == 0) {
+      comm.enter({Place::Kind::step, 1});
+      for_others(comm, [&](int peer) {
+        comm.expect(tag, peer);
+        comm.post(peer, tag, {}, pattern(1, 1, 100));
+      });
+      comm.poll();
+      comm.leave();
+      comm.leave();  // there is no more than one to take back
+    }
+    const std::vector<int> mine = {time, comm.rank()};
+    comm.all_gather(std::as_bytes(std::span(mine)), inbox);
+    for (int r = 0; r < comm.size(); ++r) {
+      EXPECT_TRUE(same(inbox.from(r), std::vector<int>{time, r}));
+    }
+    EXPECT_EQ(comm.arrived(tag), 0u);
+  }
+}
+
+// All of them, whoever is elsewhere and whatever it does, and they may go on.
+inline void ranks_at_different_places_are_all_told(Communicator& comm) {
+  if (comm.size() == 1) return;
+  std::uint64_t step = 100;
+  for (int other = 0; other < comm.size(); ++other) {
+    for (int time = 0; time < 5; ++time, step += 10) {
+      const bool elsewhere = comm.rank() == other;
+      comm.enter({elsewhere ? Place::Kind::configure : Place::Kind::step, step});
+      std::string text;
+      try {
+        comm.barrier();
+      } catch (const std::invalid_argument& error) {
+        text = error.what();
+      }
+      for (int r = 0; r < comm.size(); ++r) {
+        const std::string where = (r == other ? "configure() before step " : "step ");
+        const std::string words = "rank " + std::to_string(r) + ": " + where + std::to_string(step);
+        EXPECT_NE(text.find(words), std::string::npos) << text << " lacks " << words;
+      }
+      if (time % 2 == 0) continue;  // straight into the next one
+      comm.enter({Place::Kind::step, step});
+      parts_may_be_uneven_and_empty(comm);
+    }
+  }
+  comm.enter({Place::Kind::step, 0});
+  many_rounds_stay_in_step(comm);
+}
+
 struct Check {
   const char* name;
   void (*run)(Communicator&);
@@ -298,6 +499,13 @@ inline constexpr Check kChecks[] = {
     {"wrong_arguments_are_refused", wrong_arguments_are_refused},
     {"many_rounds_stay_in_step", many_rounds_stay_in_step},
     {"an_inbox_is_reused", an_inbox_is_reused},
+    {"messages_come_in_any_order", messages_come_in_any_order},
+    {"messages_may_go_to_some_only", messages_may_go_to_some_only},
+    {"messages_may_come_early", messages_may_come_early},
+    {"messages_of_a_place_that_was_left_are_dropped",
+     messages_of_a_place_that_was_left_are_dropped},
+    {"a_place_can_be_taken_back", a_place_can_be_taken_back},
+    {"ranks_at_different_places_are_all_told", ranks_at_different_places_are_all_told},
 };
 
 }  // namespace topreduce::comm::suite

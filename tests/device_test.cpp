@@ -192,7 +192,8 @@ void step_alone(Reducer& reducer, PlainDevice& device, int seed) {
 TEST(Device, ThatBreaksACommitOffStopsTheRun) {
   const Layout layout = small_model();
   PlainDevice device, spared_device;
-  Reducer reducer(layout, "topk:density=0.1"), spared(layout, "topk:density=0.1");
+  const char* const method = "topk:density=0.1,bucket_cap_mb=0";
+  Reducer reducer(layout, method), spared(layout, method);
   reducer.use(&device);
   spared.use(&spared_device);
   step_alone(reducer, device, 0);
@@ -215,7 +216,8 @@ TEST(Device, ThatBreaksACommitOffStopsTheRun) {
 TEST(Device, ThatRefusesChangesNothing) {
   const Layout layout = small_model();
   PlainDevice device, spared_device;
-  Reducer reducer(layout, "topk:density=0.1"), spared(layout, "topk:density=0.1");
+  const char* const method = "topk:density=0.1,bucket_cap_mb=0";
+  Reducer reducer(layout, method), spared(layout, method);
   device.refuses = true;
   EXPECT_THROW(reducer.use(&device), std::runtime_error);
   EXPECT_FALSE(reducer.on_device());

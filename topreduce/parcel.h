@@ -1,9 +1,12 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
+#include "topreduce/exchange/channel.h"
 #include "topreduce/exchange/delivery.h"
+#include "topreduce/exchange/task.h"
 #include "topreduce/fingerprint.h"
 #include "topreduce/pending.h"
 #include "topreduce/pipeline.h"
@@ -18,6 +21,10 @@ struct Parcel {
   SparseVector selected;
   kernels::Seen seen;
   exchange::Delivery delivery;
+  std::optional<Pending> sight;  // what the exchange looks at, while it is under way
+  exchange::Channel channel;
+  exchange::Task task;
+  double weight = 0;  // values that it sends
 
   void open(Pipeline::Place::Home where) {
     home = where;
@@ -25,6 +32,8 @@ struct Parcel {
     selected.clear();
     seen = {};
     delivery.clear();
+    task = {};
+    sight.reset();
   }
 
   /// Puts the segments in parameter order, whatever order the caller had.
@@ -40,11 +49,18 @@ struct Parcel {
   /// Whether a mean may be too large for a caller.
   bool narrow() const { return std::ranges::any_of(segments, &Segment::narrow); }
 
+  /// The number of the exchange: its first parameter belongs to no other.
+  std::uint32_t number() const {
+    std::size_t least = segments.front().number;
+    for (const Segment& segment : segments) least = std::min(least, segment.number);
+    return static_cast<std::uint32_t>(least);
+  }
+
   /// Tells apart what exchanges are about: equal sizes do not make equal parameters.
-  std::uint32_t contents() const {
+  std::uint64_t contents() const {
     Fingerprint numbers;
     for (const Segment& segment : segments) numbers.add(segment.number);
-    return numbers.value();
+    return numbers.long_value();
   }
 };
 

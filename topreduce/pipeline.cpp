@@ -114,9 +114,26 @@ Pipeline::Pipeline(const Layout& layout, const Spec& given) {
     density = 1;
   }
   granularity = settings.text("granularity") == "model" ? Granularity::model : Granularity::bucket;
+  constexpr double kEntriesPerMb = (1 << 20) / sizeof(float);
+  bucket_entries = granularity == Granularity::model
+                       ? std::numeric_limits<std::size_t>::max()
+                       : static_cast<std::size_t>(settings.number("bucket_cap_mb") * kEntriesPerMb);
   const std::string encoding = settings.text("values");
   const bool coarse = density < 1 && feedback_spec.name != "none";
   values = encoding != "auto" ? to_values(encoding) : coarse ? Values::int4 : Values::fp32;
+  compare = settings.text("compare") == "on";
+  native = settings.text("reduce") == "native";
+  if (native && alone) {
+    throw std::invalid_argument(given.name +
+                                ": reduce=native is for exchanges that need no more "
+                                "than an all-reduce (dense, randk, arc_topk), not for " +
+                                exchange_spec.name);
+  }
+  if (native && encoding != "auto" && encoding != "fp32") {
+    throw std::invalid_argument(given.name +
+                                ": reduce=native adds up in fp32; leave out values=" + encoding);
+  }
+  if (native) values = Values::fp32;
   unremembered = encoding != "auto" ? wire::without_scales(values) : Values::fp32;
   warmup_steps = settings.integer("warmup_steps");
   ramp_steps = settings.integer("ramp_steps");
@@ -171,7 +188,7 @@ double Pipeline::density_at(std::uint64_t step) const {
   return std::pow(density, static_cast<double>(into + 1) / static_cast<double>(ramp_steps + 1));
 }
 
-select::Budget Pipeline::budget_at(std::uint64_t step) const {
+Budget Pipeline::budget_at(std::uint64_t step) const {
   const std::size_t n = compressed.size();
   const double share = density_at(step);
   const auto wanted = static_cast<std::size_t>(std::llround(share * static_cast<double>(n)));
@@ -180,8 +197,8 @@ select::Budget Pipeline::budget_at(std::uint64_t step) const {
           .entries = std::clamp<std::size_t>(wanted, std::min<std::size_t>(1, n), n),
           .model = n,
           .density = share,
-          .exchanges = granularity == Granularity::model ? select::Budget::Exchanges::one
-                                                         : select::Budget::Exchanges::many};
+          .exchanges =
+              granularity == Granularity::model ? Budget::Exchanges::one : Budget::Exchanges::many};
 }
 
 }  // namespace topreduce

@@ -13,7 +13,7 @@ struct Pipeline {
   /// Entries that each rank may send in `step`, and their share of the compressed ones. Everything
   /// while warming up; then the density falls geometrically to its value.
   double density_at(std::uint64_t step) const;
-  select::Budget budget_at(std::uint64_t step) const;
+  Budget budget_at(std::uint64_t step) const;
 
   /// Whether gradients may stay on a device, as far as choosing and exchanging go.
   bool works_on_device() const;
@@ -22,8 +22,11 @@ struct Pipeline {
   double density = 1;
   Choice choice = Choice::alone;  ///< of the exchange
   Granularity granularity = Granularity::bucket;
+  std::size_t bucket_entries = 0;  ///< that fill a bucket; more than there are if there is only one
   wire::Values values = wire::Values::fp32;
   wire::Values unremembered = wire::Values::fp32;  ///< where nobody owes what rounding took
+  bool native = false;                             ///< sums by the transport's own all-reduce
+  bool compare = false;                            ///< sums over the ranks before they are applied
   std::uint64_t warmup_steps = 0, ramp_steps = 0, seed = 0;
 
   /// Where a parameter of the whole layout lives: in `compressed` or in `kept`.

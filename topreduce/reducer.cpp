@@ -1,7 +1,7 @@
 // The order of a step, and nothing else of it:
 //
 //   begin    open the transaction
-//   add      look, choose, exchange            per bucket (granularity=bucket), while others still
+//   add      look, choose, exchange            each bucket that is complete, while others still
 //   finish   look, choose, exchange            compute; or once, for the whole model
 //            vote, commit, decode              all of it, or nothing
 //
@@ -11,6 +11,8 @@
 #include "topreduce/reducer.h"
 
 #include <algorithm>
+#include <array>
+#include <chrono>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -18,27 +20,41 @@
 #include <utility>
 
 #include "topreduce/agreement.h"
+#include "topreduce/bucket_plan.h"
 #include "topreduce/fingerprint.h"
 #include "topreduce/floating.h"
 #include "topreduce/parcel.h"
 #include "topreduce/pipeline.h"
-#include "topreduce/roll_call.h"
 #include "topreduce/state_range.h"
 #include "topreduce/version.h"
+#include "topreduce/vote.h"
+#include "topreduce/wire/checksum.h"
+#include "topreduce/wire/little_endian.h"
 
 namespace topreduce {
 namespace {
 
 using Home = Pipeline::Place::Home;
-using wire::Vote;
 
 // How a step treats the compressed parameters.
 enum class Regime { compress, dense, bypass };
 
 // The largest entries, over the number of ranks: far enough from the largest float (2^128) that
 // sums of all ranks, sums on top of what is remembered, and means times a loss scale stay finite.
-constexpr double kLargestSum = 0x1p100;
+constexpr double kLargestSum = 0x1p102;
+// The largest gradients, over the number of ranks: so much smaller that what is remembered does not
+// come near the largest sum. It would stay there, since every further step would be refused.
+constexpr double kLargestGradient = 0x1p90;
 constexpr double kUsualLossScale = 0x1p24;
+
+// Values that may be on their way before further buckets wait, but for one bucket.
+constexpr double kMostUnderWay = 0x1p23;
+
+void expect_entries(const char* caller, std::size_t given, std::size_t wanted) {
+  if (given == wanted) return;
+  throw std::invalid_argument(std::string(caller) + ": the gradient has " + std::to_string(given) +
+                              " entries, its parameters have " + std::to_string(wanted));
+}
 
 }  // namespace
 
@@ -47,6 +63,8 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
       : layout(std::move(whole)), given(method), pipeline(layout, method) {
     introduce();
     added.assign(layout.count(), 0);
+    held.resize(layout.count());
+    forget_order();
   }
 
   // Settings changed: the ranks must agree anew.
@@ -67,20 +85,35 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
     device = wanted;
   }
 
+  // How the model is cut into buckets.
+  void forget_order();
+  void agree_on_order(Communicator& communicator);
+  void plan_buckets();
+
   void begin(Communicator& communicator, float scale);
   void add(std::span<const std::size_t> parameters, std::span<float> gradient, float most);
+  void relocate(std::span<const std::size_t> parameters, std::span<float> gradient);
   void attend(const Attendance& attendance);
   void finish();
   void abandon() noexcept;
 
-  Parcel& new_parcel(Home home);
+  void expect_closed(const char* caller) const;
   std::size_t take_note(std::span<const std::size_t> parameters);
+  Parcel& parcel_of(std::size_t parameter);
+  void start_complete_buckets();
+  void start(std::size_t bucket);
   Regime regime_of_step() const;
   Pending pending(const Parcel& parcel) const;
   feedback::Feedback& memory(const Parcel& parcel);
+  Threads& threads() const;
   bool is_sound(const Parcel& parcel, const Pending& sight);
   void exchange(Parcel& parcel);
+  void progress();
+  void wait_for_all();
+  void hold_vote();
+  std::uint32_t fingerprint_of_sums() const;
   bool fits_callers();
+  void take_back(Parcel& parcel, const Segment& segment);
   int divisor_of(const feedback::Feedback& kept) const;
   float unit_of(const feedback::Feedback& kept) const;
   void leave_out_unused(Parcel& parcel);
@@ -103,19 +136,40 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   StepStats stats;
   std::vector<std::size_t> everything;  // the numbers of all parameters, for `average`
 
+  // The order that buckets follow: reversed, until a step has been finished and so observed; that
+  // of rank 0 then, agreed upon at every `begin` until a step has been finished with it.
+  enum class Order { reversed, observed, agreed } order_is = Order::reversed;
+  std::vector<std::size_t> order;
+  BucketPlan plan;
+  Bytes order_bytes;
+
   // The open step.
   Communicator* comm = nullptr;
   comm::Traffic traffic_before;
   float loss_scale = 1;
   bool knows_scale = true;
   Regime regime = Regime::compress;
-  select::Budget budget;
-  exchange::Courier courier;
-  RollCall roll;
-  std::vector<char> added;  // per parameter of the layout
+  Budget budget;
+  exchange::Workspace workspace;
+  StepVote vote;
+  bool sound = true;  // all that this rank brought so far is finite
+  // What the caller handed over of a parameter.
+  struct Held {
+    std::span<float> gradient;
+    float most = 0;
+  };
+  std::vector<char> added;            // per parameter of the layout
+  std::vector<Held> held;             // the same
+  std::vector<std::size_t> arrivals;  // parameters, in the order they were added
   std::size_t missing = 0;
-  std::vector<Parcel> parcels;  // reused from step to step; the first `open_parcels` are in use
-  std::size_t open_parcels = 0;
+  std::vector<std::size_t> missing_of;  // the same by bucket
+  std::vector<char> started;            // the same
+  std::size_t first_not_started = 0;    // bucket, in the order of the plan
+  // Two for each bucket, compressed and kept; reused.
+  std::vector<std::unique_ptr<Parcel>> parcels;
+  std::vector<Parcel*> under_way;  // whose exchange has not ended
+  double weight_under_way = 0;     // values that they send
+  std::chrono::steady_clock::time_point under_way_since;
   StepStats running;
 };
 
@@ -135,8 +189,43 @@ Regime Reducer::Inside::regime_of_step() const {
   return bits < whole.values * of_value ? Regime::compress : Regime::dense;
 }
 
+void Reducer::Inside::expect_closed(const char* caller) const {
+  if (comm == nullptr) return;
+  throw std::invalid_argument(std::string(caller) + ": a step is open; finish or abandon it first");
+}
+
+// Others may join who have seen no step: all start as they do.
+void Reducer::Inside::forget_order() {
+  order = reverse_order(layout);
+  order_is = Order::reversed;
+  plan_buckets();
+}
+
+void Reducer::Inside::agree_on_order(Communicator& communicator) {
+  if (order_is != Order::observed || pipeline.granularity == Granularity::model) return;
+  order_bytes.resize(order.size() * sizeof(std::uint32_t));
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    wire::store(order_bytes.data() + i * sizeof(std::uint32_t),
+                static_cast<std::uint32_t>(order[i]));
+  }
+  communicator.enter({comm::Place::Kind::agree, step});
+  communicator.broadcast(order_bytes, 0);
+  std::vector<std::size_t> heard(order.size());
+  for (std::size_t i = 0; i < heard.size(); ++i) {
+    heard[i] = wire::load<std::uint32_t>(order_bytes.data() + i * sizeof(std::uint32_t));
+  }
+  if (!is_order(heard, layout.count())) {
+    throw WireError("step " + std::to_string(step) + ": rank 0 sent no order of the parameters");
+  }
+  order = std::move(heard);
+  plan_buckets();
+}
+
+void Reducer::Inside::plan_buckets() {
+  plan = BucketPlan(layout, order, pipeline.bucket_entries);
+}
+
 void Reducer::Inside::begin(Communicator& communicator, float scale) {
-  if (comm != nullptr) throw std::invalid_argument("begin: the last step is still open");
   if (in_parts) {
     throw std::runtime_error("begin: a commit or a load was broken off around step " +
                              std::to_string(step) +
@@ -159,26 +248,26 @@ void Reducer::Inside::begin(Communicator& communicator, float scale) {
   running.step = step;
   running.entries = layout.size();
   running.budget = budget.entries + pipeline.kept.size();
-  courier.begin(*comm, running, *pipeline.threads);
-  roll.begin(layout.count(), comm->size());
+  vote.begin(layout.count(), comm->size());
+  sound = true;
+  under_way.clear();
+  weight_under_way = 0;
   std::ranges::fill(added, 0);
+  arrivals.clear();
   missing = layout.count();
-  open_parcels = 0;
+  missing_of.resize(plan.count());
+  for (std::size_t b = 0; b < plan.count(); ++b) missing_of[b] = plan[b].size();
+  started.assign(plan.count(), 0);
+  first_not_started = 0;
+  parcels.resize(2 * plan.count());
+  for (std::size_t i = 0; i < parcels.size(); ++i) {
+    if (!parcels[i]) parcels[i] = std::make_unique<Parcel>();
+    parcels[i]->open(i % 2 == 0 ? Home::compressed : Home::kept);
+  }
   if (regime == Regime::compress) {
     if (pipeline.selector) pipeline.selector->begin(budget);
     pipeline.exchange->begin(budget);
   }
-  if (pipeline.granularity == Granularity::model) {
-    new_parcel(Home::compressed);
-    new_parcel(Home::kept);
-  }
-}
-
-Parcel& Reducer::Inside::new_parcel(Home home) {
-  if (open_parcels == parcels.size()) parcels.emplace_back();
-  Parcel& parcel = parcels[open_parcels++];
-  parcel.open(home);
-  return parcel;
 }
 
 // ---- buckets -----------------------------------------------------------------------------------
@@ -197,7 +286,9 @@ std::size_t Reducer::Inside::take_note(std::span<const std::size_t> parameters) 
                                   "' was added twice in step " + std::to_string(step));
     }
     size += layout[id].size;
+    arrivals.push_back(id);
     --missing;
+    --missing_of[plan.bucket_of(id)];
   }
   return size;
 }
@@ -208,48 +299,84 @@ void Reducer::Inside::add(std::span<const std::size_t> parameters, std::span<flo
     throw std::invalid_argument("add: most must be a positive number, not " + std::to_string(most));
   }
   const std::size_t size = take_note(parameters);
-  if (!on_device && size != gradient.size()) {
-    throw std::invalid_argument("add: the gradient has " + std::to_string(gradient.size()) +
-                                " entries, its parameters have " + std::to_string(size));
-  }
-  const bool now = pipeline.granularity == Granularity::bucket;
-  const std::size_t first = now ? open_parcels : 0;
-  if (now) {
-    new_parcel(Home::compressed);
-    new_parcel(Home::kept);
-  }
+  if (!on_device) expect_entries("add", gradient.size(), size);
   std::size_t start = 0;
   for (const std::size_t id : parameters) {
+    held[id] = {on_device ? gradient : gradient.subspan(start, layout[id].size), most};
+    start += layout[id].size;
+  }
+  if (pipeline.granularity != Granularity::bucket) return;
+  start_complete_buckets();
+  progress();
+}
+
+void Reducer::Inside::relocate(std::span<const std::size_t> parameters, std::span<float> gradient) {
+  if (comm == nullptr) throw std::invalid_argument("relocate: no step is open");
+  if (on_device) throw std::invalid_argument("relocate: gradients stay on the device");
+  std::size_t size = 0;
+  for (const std::size_t id : parameters) {
+    if (id >= layout.count() || added[id] == 0) {
+      throw std::invalid_argument(
+          "relocate: parameter " +
+          (id < layout.count() ? "'" + layout[id].name + "'" : std::to_string(id)) +
+          " was not added in step " + std::to_string(step));
+    }
+    size += layout[id].size;
+  }
+  expect_entries("relocate", gradient.size(), size);
+  for (const std::size_t id : parameters) {
+    held[id].gradient = gradient.first(layout[id].size);
+    gradient = gradient.subspan(layout[id].size);
+    if (started[plan.bucket_of(id)] == 0) continue;
+    std::vector<Segment>& segments = parcel_of(id).segments;
+    std::ranges::lower_bound(segments, id, {}, &Segment::number)->gradient = held[id].gradient;
+  }
+}
+
+Parcel& Reducer::Inside::parcel_of(std::size_t parameter) {
+  const bool kept = pipeline.places[parameter].home == Home::kept;
+  return *parcels[2 * plan.bucket_of(parameter) + (kept ? 1 : 0)];
+}
+
+// As they come, in any order. When more is under way than memory should hold, only the first of the
+// plan that has not started may: that one all ranks will start, so it will end. So it is with the
+// transport's own all-reduce, which all ranks must call in the same order.
+void Reducer::Inside::start_complete_buckets() {
+  for (std::size_t b = first_not_started; b < plan.count(); ++b) {
+    if (started[b] == 0 && missing_of[b] == 0 &&
+        (b == first_not_started || (weight_under_way < kMostUnderWay && !pipeline.native))) {
+      started[b] = 1;
+      start(b);
+    }
+    if (b == first_not_started && started[b] != 0) ++first_not_started;
+  }
+}
+
+void Reducer::Inside::start(std::size_t bucket) {
+  for (const std::size_t id : plan[bucket]) {
     const Pipeline::Place place = pipeline.places[id];
     const bool kept = place.home == Home::kept;
     const Parameter& parameter = (kept ? pipeline.kept : pipeline.compressed)[place.parameter];
-    parcels[first + (kept ? 1 : 0)].segments.push_back(
-        {.parameter = place.parameter,
-         .offset = parameter.offset,
-         .count = parameter.size,
-         .number = id,
-         .gradient = on_device ? gradient : gradient.subspan(start, parameter.size),
-         .most = most});
-    start += parameter.size;
+    parcel_of(id).segments.push_back({.parameter = place.parameter,
+                                      .offset = parameter.offset,
+                                      .count = parameter.size,
+                                      .number = id,
+                                      .gradient = held[id].gradient,
+                                      .most = held[id].most});
   }
-  if (now) {
-    exchange(parcels[first]);
-    exchange(parcels[first + 1]);
-  }
+  exchange(*parcels[2 * bucket]);
+  exchange(*parcels[2 * bucket + 1]);
 }
 
 void Reducer::Inside::attend(const Attendance& attendance) {
   if (comm == nullptr) throw std::invalid_argument("attend: no step is open; call begin first");
-  if (missing == 0 && layout.count() != 0) {
-    throw std::invalid_argument("attend: the last bucket is through; call it before");
-  }
   for (const std::size_t id : attendance.unused) {
     if (id >= layout.count()) {
       throw std::invalid_argument("attend: there is no parameter " + std::to_string(id) +
                                   "; the layout has " + std::to_string(layout.count()));
     }
   }
-  roll.note(attendance);
+  vote.note(attendance);
 }
 
 Pending Reducer::Inside::pending(const Parcel& parcel) const {
@@ -264,7 +391,12 @@ Pending Reducer::Inside::pending(const Parcel& parcel) const {
       remembers ? pipeline.feedback->base() : std::span<const float>();
   const float scale = remembers ? pipeline.feedback->scale() : 1;
   return {parcel.segments, base, scale / loss_scale,
-          remembers ? pipeline.feedback->drift() : Drift(), *pipeline.threads};
+          remembers ? pipeline.feedback->drift() : Drift(), threads()};
+}
+
+// While gradients still come, the cores are busy computing them.
+Threads& Reducer::Inside::threads() const {
+  return missing == 0 ? *pipeline.threads : Threads::none();
 }
 
 feedback::Feedback& Reducer::Inside::memory(const Parcel& parcel) {
@@ -275,16 +407,19 @@ feedback::Feedback& Reducer::Inside::memory(const Parcel& parcel) {
 // Whether what this rank brings is finite, and so small that nothing made of it overflows.
 bool Reducer::Inside::is_sound(const Parcel& parcel, const Pending& sight) {
   const double scale = std::max(1.0, loss_scale / kUsualLossScale);
-  const auto most = static_cast<float>(kLargestSum / scale / comm->size());
-  if (!parcel.seen.within(most)) return false;
-  if (sight.plain() || !memory(parcel).keeps_gradients()) return true;
-  return sight.survey_gradients().within(most);
+  const auto limit = [&](double most) { return static_cast<float>(most / scale / comm->size()); };
+  const float of_gradients = limit(kLargestGradient);
+  if (!parcel.seen.within(limit(kLargestSum))) return false;
+  const bool small = parcel.seen.within(of_gradients);
+  if (sight.plain() || sight.device() != nullptr) return small;
+  if (small && !memory(parcel).keeps_gradients()) return true;
+  return sight.survey_gradients().within(of_gradients);
 }
 
 void Reducer::Inside::exchange(Parcel& parcel) {
   if (parcel.segments.empty()) return;
   parcel.arrange();
-  const Pending sight = pending(parcel);
+  const Pending& sight = parcel.sight.emplace(pending(parcel));
   const bool whole = parcel.home == Home::kept || regime != Regime::compress;
   double looked = 0, chosen = 0;
   {
@@ -300,25 +435,64 @@ void Reducer::Inside::exchange(Parcel& parcel) {
       if (!parcel.seen.finite()) parcel.selected.clear();
     }
   }
-  const bool sound = is_sound(parcel, sight);
+  sound = is_sound(parcel, sight) && sound;
   running[Stage::look] += looked;
   running[Stage::choose] += chosen - looked;
 
   // Coarse values are for those who remember what rounding took.
   const feedback::Feedback& kept = memory(parcel);
   const bool remembers = kept.is_estimate() || kept.has_base();
-  const wire::Envelope envelope{
-      .run = run,
-      .step = step,
-      .bucket = static_cast<std::uint32_t>(&parcel - parcels.data()),
-      .universe = sight.size(),
-      .values = remembers ? pipeline.values : pipeline.unremembered,
-      .contents = parcel.contents(),
-      // Ranks that decide on what is handed out must multiply by the same.
-      .loss_scale = parcel.narrow() && knows_scale ? loss_scale : 0};
-  courier.open(envelope, sight, !sound ? Vote::no : roll.asks() ? Vote::ask : Vote::yes);
-  (whole ? *dense : *pipeline.exchange)
-      .run(sight, parcel.selected, budget, courier, parcel.delivery);
+  const exchange::Subject subject{.exchange = parcel.number(),
+                                  .run = run,
+                                  .step = step,
+                                  .parameters = parcel.contents(),
+                                  .values = remembers ? pipeline.values : pipeline.unremembered,
+                                  .native = pipeline.native};
+  parcel.channel.open(*comm, subject, sight, running, workspace);
+  parcel.task = (whole ? *dense : *pipeline.exchange)
+                    .run(sight, parcel.selected, budget, parcel.channel, parcel.delivery);
+  if (under_way.empty()) under_way_since = std::chrono::steady_clock::now();
+  under_way.push_back(&parcel);
+  parcel.weight = static_cast<double>(whole ? sight.size() : parcel.selected.size());
+  weight_under_way += parcel.weight;
+  parcel.task.start();
+  Stopwatch watch(running[Stage::network]);
+  comm->flush();
+}
+
+// Lets exchanges go on whose messages have come.
+void Reducer::Inside::progress() {
+  {
+    Stopwatch watch(running[Stage::network]);
+    comm->poll();
+  }
+  for (Parcel* parcel : under_way) {
+    while (parcel->channel.ready()) parcel->channel.resume(threads());
+    parcel->task.rethrow();
+  }
+  const bool busy = !under_way.empty();
+  std::erase_if(under_way, [&](const Parcel* parcel) {
+    if (parcel->task.done()) weight_under_way -= parcel->weight;
+    return parcel->task.done();
+  });
+  if (busy && under_way.empty()) {
+    const auto time = std::chrono::steady_clock::now() - under_way_since;
+    running.seconds_exchanging += std::chrono::duration<double>(time).count();
+  }
+  Stopwatch watch(running[Stage::network]);
+  comm->flush();
+}
+
+void Reducer::Inside::wait_for_all() {
+  for (;;) {
+    const std::uint64_t seen = comm->version();
+    start_complete_buckets();
+    progress();
+    if (under_way.empty() && first_not_started == plan.count()) return;
+    if (under_way.empty()) continue;
+    Stopwatch watch(running[Stage::network]);
+    comm->wait_for_any(seen);
+  }
 }
 
 // ---- closing -----------------------------------------------------------------------------------
@@ -334,50 +508,117 @@ void Reducer::Inside::finish() {
                                 std::to_string(missing) + " of " + std::to_string(layout.count()) +
                                 " parameters: " + names);
   }
-  if (pipeline.granularity == Granularity::model) {
-    exchange(parcels[0]);
-    exchange(parcels[1]);
-  }
-  if (courier.vote() == Vote::ask) {
-    roll.hold({.run = run, .step = step, .bucket = static_cast<std::uint32_t>(open_parcels)},
-              courier);
-  }
-  if (!knows_scale && courier.loss_scale() > 0) loss_scale = courier.loss_scale();
+  wait_for_all();
+  hold_vote();
   {
     Stopwatch watch(running[Stage::commit]);
-    running.finite = courier.vote() != Vote::no && fits_callers();
+    running.finite = vote.finite() && fits_callers();
     running.finite ? commit() : spoil();
   }
   const comm::Traffic traffic = comm->traffic();
   running.bytes_sent = traffic.bytes_sent - traffic_before.bytes_sent;
   running.bytes_received = traffic.bytes_received - traffic_before.bytes_received;
-  running.rounds = traffic.rounds - traffic_before.rounds;
+  running.messages = traffic.messages - traffic_before.messages;
+  comm->settle();
   stats = running;
   comm = nullptr;
+  if (order_is == Order::reversed) {
+    order = arrivals;
+    order_is = Order::observed;
+  } else {
+    order_is = Order::agreed;
+  }
+}
+
+std::uint32_t Reducer::Inside::fingerprint_of_sums() const {
+  std::uint64_t sums = 0;  // buckets come in any order
+  for (const auto& parcel : parcels) {
+    const exchange::Delivery& delivery = parcel->delivery;
+    const auto hash = [](const auto& values) {
+      return wire::xxh64(std::as_bytes(std::span(values)), 0);
+    };
+    sums += hash(delivery.sum.indices) ^ hash(delivery.sum.values) ^ hash(delivery.dense_sum);
+  }
+  return static_cast<std::uint32_t>(sums >> 32 ^ sums) | 1;
+}
+
+void Reducer::Inside::hold_vote() {
+  StepVote::Ballot ballot{
+      .run = run, .step = step, .finite = sound, .loss_scale = knows_scale ? loss_scale : 0};
+  for (const auto& parcel : parcels) {
+    if (parcel->segments.empty()) continue;
+    ballot.finite = ballot.finite && parcel->channel.finite();
+    // Ranks that decide on what is handed out must multiply by the same.
+    ballot.one_scale = ballot.one_scale || parcel->narrow();
+  }
+  if (pipeline.compare) ballot.sums = fingerprint_of_sums();
+  Stopwatch watch(running[Stage::network]);
+  running.rounds += vote.hold(ballot, *comm);
+  if (!knows_scale && vote.loss_scale() > 0) loss_scale = vote.loss_scale();
 }
 
 // Whether callers can use what they would be handed: sums, divisor and loss scale are the same on
-// all ranks, so their answers are.
+// all ranks, so their answers are. If there is a loss scale, it must be lowered. Without one, a
+// debt that grew too large for a caller would be in the way for ever: what is too much stays owed.
 bool Reducer::Inside::fits_callers() {
-  for (const Parcel& parcel : std::span(parcels).first(open_parcels)) {
+  for (const auto& owner : parcels) {
+    Parcel& parcel = *owner;
     const feedback::Feedback& kept = memory(parcel);
     for (const Segment& segment : parcel.segments) {
-      if (!segment.narrow() || !roll.used(segment.number)) continue;
+      if (!segment.narrow() || !vote.used(segment.number)) continue;
       const float largest = kept.largest_mean(pending(parcel), segment, parcel.delivery,
                                               divisor_of(kept), unit_of(kept));
-      if (!(largest <= segment.most)) return false;
+      if (largest <= segment.most) continue;
+      if (loss_scale != 1 || !kept.takes_back() || !std::isfinite(largest)) return false;
+      take_back(parcel, segment);
     }
   }
   return true;
 }
 
+// Cuts the sums of a segment to what its caller can use; each rank owes an even part of the rest.
+void Reducer::Inside::take_back(Parcel& parcel, const Segment& segment) {
+  const feedback::Feedback& kept = memory(parcel);
+  exchange::Delivery& delivery = parcel.delivery;
+  const auto divisor = static_cast<float>(divisor_of(kept)), unit = unit_of(kept);
+  const auto ranks = static_cast<float>(comm->size());
+  // The largest sum that becomes no larger mean than `most`.
+  float most = segment.most / unit * divisor;
+  while (most / divisor * unit > segment.most) most = std::nextafter(most, 0.0f);
+  const auto cut = [&](float& sum) {
+    const float before = sum;
+    sum = std::clamp(sum, -most, most);
+    return (before - sum) / ranks;
+  };
+  const std::size_t begin = segment.start, end = segment.start + segment.size();
+  if (delivery.extent == exchange::Delivery::Extent::whole) {
+    if (delivery.dense_settled.empty()) {
+      delivery.dense_settled.resize(delivery.dense_sum.size());
+      pending(parcel).evaluate(delivery.dense_settled);
+    }
+    for (std::size_t i = begin; i < end; ++i) {
+      delivery.dense_settled[i] -= cut(delivery.dense_sum[i]);
+    }
+    return;
+  }
+  std::array<SparseVector, 2> settled;
+  for (std::size_t i = 0; i < delivery.sum.size(); ++i) {
+    const Index place = delivery.sum.indices[i];
+    if (place < begin || place >= end) continue;
+    const float back = cut(delivery.sum.values[i]);
+    if (back != 0) settled[1].push_back(place, -back);
+  }
+  settled[0].assign(delivery.settled);
+  workspace.adder.add(settled, pending(parcel).size(), delivery.settled);
+}
+
 // An estimate stays a mean over all ranks; only what is handed out is divided otherwise.
 int Reducer::Inside::divisor_of(const feedback::Feedback& kept) const {
-  return kept.is_estimate() ? comm->size() : roll.divisor();
+  return kept.is_estimate() ? comm->size() : vote.divisor();
 }
 
 float Reducer::Inside::unit_of(const feedback::Feedback& kept) const {
-  const float present = static_cast<float>(comm->size()) / static_cast<float>(roll.divisor());
+  const float present = static_cast<float>(comm->size()) / static_cast<float>(vote.divisor());
   return kept.is_estimate() ? loss_scale * present : loss_scale;
 }
 
@@ -385,7 +626,7 @@ float Reducer::Inside::unit_of(const feedback::Feedback& kept) const {
 void Reducer::Inside::leave_out_unused(Parcel& parcel) {
   const bool whole = parcel.delivery.extent == exchange::Delivery::Extent::whole;
   std::erase_if(parcel.segments, [&](const Segment& segment) {
-    if (roll.used(segment.number)) return false;
+    if (vote.used(segment.number)) return false;
     const auto& places = parcel.delivery.sum.indices;
     const auto first = std::ranges::lower_bound(places, segment.start);
     const auto last =
@@ -398,14 +639,15 @@ void Reducer::Inside::leave_out_unused(Parcel& parcel) {
 void Reducer::Inside::commit() {
   in_parts = true;
   double energy = 0, gone = 0;
-  for (Parcel& parcel : std::span(parcels).first(open_parcels)) {
+  for (const auto& owner : parcels) {
+    Parcel& parcel = *owner;
     if (parcel.segments.empty()) continue;
     const bool whole = parcel.delivery.extent == exchange::Delivery::Extent::whole;
     running.selected +=
         whole || !pipeline.selector ? parcel.delivery.delivered() : parcel.selected.size();
     running.delivered += parcel.delivery.delivered();
     energy += parcel.seen.energy;
-    if (!roll.all_used()) leave_out_unused(parcel);
+    if (!vote.all_used()) leave_out_unused(parcel);
     feedback::Feedback& kept = memory(parcel);
     gone += kept.commit(pending(parcel), parcel.delivery, divisor_of(kept), unit_of(kept));
   }
@@ -424,7 +666,8 @@ void Reducer::Inside::commit() {
 
 // As in plain DDP, everyone sees that the step is lost.
 void Reducer::Inside::spoil() {
-  for (Parcel& parcel : std::span(parcels).first(open_parcels)) {
+  for (const auto& owner : parcels) {
+    Parcel& parcel = *owner;
     if (on_device) device->spoil(parcel.segments);
     for (const Segment& segment : parcel.segments) {
       std::ranges::fill(segment.gradient, std::numeric_limits<float>::quiet_NaN());
@@ -433,6 +676,10 @@ void Reducer::Inside::spoil() {
 }
 
 void Reducer::Inside::abandon() noexcept {
+  under_way.clear();
+  for (const auto& parcel : parcels) {
+    if (parcel) parcel->task = {};
+  }
   if (comm != nullptr) comm->leave();
   comm = nullptr;
 }
@@ -448,14 +695,18 @@ Reducer::Reducer(Reducer&&) noexcept = default;
 Reducer& Reducer::operator=(Reducer&&) noexcept = default;
 
 void Reducer::agree(Communicator& comm) {
+  inside_->expect_closed("agree");
   comm.enter({comm::Place::Kind::agree, inside_->step});
   expect_same_text(comm, "step " + std::to_string(inside_->step) + "\n" + inside_->description);
   inside_->agreed_ranks = comm.size();
+  inside_->forget_order();
 }
 
 void Reducer::begin(Communicator& comm, float loss_scale) {
   const FloatMode mode;
+  inside_->expect_closed("begin");
   if (inside_->agreed_ranks != comm.size()) agree(comm);
+  inside_->agree_on_order(comm);
   inside_->begin(comm, loss_scale);
 }
 
@@ -485,9 +736,29 @@ void Reducer::add_on_device(std::span<const std::size_t> parameters, float most)
   }
 }
 
+void Reducer::relocate(std::span<const std::size_t> parameters, std::span<float> gradient) {
+  try {
+    inside_->relocate(parameters, gradient);
+  } catch (...) {
+    abandon();
+    throw;
+  }
+}
+
 void Reducer::use(Device* device) {
   if (inside_->comm != nullptr) throw std::invalid_argument("use: a step is open");
   inside_->settle_down(*inside_->pipeline.feedback, inside_->pipeline, device);
+}
+
+void Reducer::progress() {
+  if (inside_->comm == nullptr) return;
+  const FloatMode mode;
+  try {
+    inside_->progress();
+  } catch (...) {
+    abandon();
+    throw;
+  }
 }
 
 bool Reducer::on_device() const {
@@ -557,6 +828,7 @@ void Reducer::configure(const Spec& changes) {
   if (same("select")) next.selector = std::move(now.pipeline.selector);
   if (same("exchange")) next.exchange = std::move(now.pipeline.exchange);
   now.pipeline = std::move(next);
+  now.plan_buckets();
   now.given = std::move(wanted);
   const bool own_affair =
       changes.name.empty() && changes.settings.size() == 1 && changes.settings.contains("threads");
@@ -571,6 +843,13 @@ void Reducer::set_mode(Mode mode) {
 
 Reducer::Mode Reducer::mode() const {
   return inside_->mode;
+}
+std::vector<std::vector<std::size_t>> Reducer::buckets() const {
+  std::vector<std::vector<std::size_t>> all;
+  for (std::size_t b = 0; b < inside_->plan.count(); ++b) {
+    all.emplace_back(inside_->plan[b].begin(), inside_->plan[b].end());
+  }
+  return all;
 }
 const Layout& Reducer::layout() const {
   return inside_->layout;

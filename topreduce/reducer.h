@@ -5,6 +5,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "topreduce/attendance.h"
 #include "topreduce/comm/communicator.h"
@@ -20,14 +21,18 @@ class Device;
 /// Averages a model's gradients over the ranks, one step at a time.
 ///
 ///   reducer.begin(comm);
-///   for (bucket : buckets) reducer.add(bucket.parameters, bucket.gradient);
-///   reducer.finish();                       // every gradient is now the mean
+///   while (backward pass) reducer.add(parameters, gradient);   // as they become ready
+///   reducer.finish();                                          // every gradient is now the mean
+///
+/// The model is exchanged in buckets of its own (`bucket_cap_mb`), each as soon as its gradients
+/// are there and those before it are on their way. Buckets follow the reversed layout in the first
+/// step, and from then on the order in which rank 0 added its gradients in that step.
 ///
 /// A step is a transaction: whatever throws between `begin` and the vote in `finish` leaves what is
 /// owed, and the gradients, bit for bit as they were. What follows the vote cannot fail in main
 /// memory; if a device (device.h) breaks it off, part of the step is committed, and no further step
-/// begins until a state is loaded. Results do not depend on the bucket cut, nor on the caller's
-/// floating-point mode. One thread at a time.
+/// begins until a state is loaded. Results do not depend on buckets and their order, nor on the
+/// caller's floating-point mode. One thread at a time.
 class TOPREDUCE_API Reducer {
  public:
   /// `method` is a spec such as "topk:density=0.01"; see catalog.def for all words.
@@ -41,7 +46,7 @@ class TOPREDUCE_API Reducer {
 
   /// Compares version, model and settings over the ranks; std::invalid_argument on every rank, with
   /// the difference by rank, if they differ. Collective. The first `begin`
-  /// does it by itself, as does the first with another number of ranks.
+  /// does it by itself, as does the first with another number of ranks. Not while a step is open.
   void agree(Communicator& comm);
 
   /// Opens a step. `loss_scale`: gradients come multiplied by it, and so does the mean; what is
@@ -50,25 +55,35 @@ class TOPREDUCE_API Reducer {
   void begin(Communicator& comm, float loss_scale = 1);
 
   /// Hands over the gradients of some parameters (numbers in the layout), one after the other in
-  /// `gradient`, which must stay alive and untouched until `finish`. Every parameter once per step.
-  /// All ranks must cut the model alike, and hand buckets over in the same order. `most`: the
-  /// largest magnitude of a mean that the caller can use (65504 if it goes on in fp16); beyond it
-  /// the step counts as not finite.
+  /// `gradient`, which must stay alive and untouched until `finish` or `relocate`. Every parameter
+  /// once per step, in any grouping and order, which may differ between ranks. `most`: the largest
+  /// magnitude of a mean that the caller can use (65504 if it goes on in fp16); see `finish`.
   void add(std::span<const std::size_t> parameters, std::span<float> gradient,
            float most = std::numeric_limits<float>::max());
 
-  /// The same for gradients that the device of `use` holds; see `on_device`.
+  /// Between `add` and `finish`: the gradients of these parameters now lie, bit for bit the same,
+  /// one after the other in `gradient`, and their means are to go there. Where they were before is
+  /// not looked at again. Not for gradients on a device.
+  void relocate(std::span<const std::size_t> parameters, std::span<float> gradient);
+
+  /// As `add`, for gradients that the device of `use` holds; see `on_device`.
   void add_on_device(std::span<const std::size_t> parameters,
                      float most = std::numeric_limits<float>::max());
 
-  /// Says of the open step, before its last bucket, that this rank left parameters unused, or has
-  /// run out of data. What no rank used is not delivered: its gradient and what is owed stay.
+  /// Goes on with exchanges whose messages have come, without waiting; `add` and `finish` do that
+  /// by themselves.
+  void progress();
+
+  /// Says of the open step, before `finish`, that this rank left parameters unused, or has
+  /// run out of data. What no rank used is not delivered: its gradient and what is owed stay. May
+  /// be called again for further parameters.
   void attend(const Attendance& attendance);
 
   /// Votes, commits, and replaces every gradient with the mean over the ranks. If any rank had an
-  /// infinity or NaN, or entries so large (2^100 / ranks) that sums of all ranks might become one,
-  /// or a mean exceeds its `most`, nothing is committed and every gradient becomes NaN, on all
-  /// ranks.
+  /// infinity or NaN, or gradients so large (2^90 / ranks) that sums might become one, nothing is
+  /// committed and every gradient becomes NaN, on all ranks. So it is if a mean exceeds its `most`
+  /// and there is a loss scale, which must be lowered, or the memory cannot owe the rest; otherwise
+  /// the mean is cut to `most`, and the rest stays owed.
   const StepStats& finish();
 
   /// A whole step for a model whose gradients lie in one piece, in layout order.
@@ -97,6 +112,9 @@ class TOPREDUCE_API Reducer {
   void set_mode(Mode mode);
   Mode mode() const;
 
+  /// Parameters that are exchanged together, in the order of the next step; a `begin` may change
+  /// it.
+  std::vector<std::vector<std::size_t>> buckets() const;
   const Layout& layout() const;
   const Layout& remembered() const;  ///< what memory spans: all parameters but those of keep_dense
   const Spec& spec() const;          ///< every setting, defaults included

@@ -39,9 +39,12 @@ void bind_stats(nb::module_& module) {
   field("delivered", &StepStats::delivered, "Entries of the sum that everyone applies.");
   field("bytes_sent", &StepStats::bytes_sent, "Bytes that this rank sent.");
   field("bytes_received", &StepStats::bytes_received, "Bytes that this rank received.");
+  field("messages", &StepStats::messages, "Messages that this rank sent.");
   field("rounds", &StepStats::rounds, "Collectives, one after the other.");
   field("kept_energy", &StepStats::kept_energy, "Share of |owed + gradient|^2 that was settled.");
   field("owed_norm", &StepStats::owed_norm, "Norm of what this rank owes after the step.");
+  field("seconds_exchanging", &StepStats::seconds_exchanging,
+        "Seconds in which exchanges were under way.");
   field("finite", &StepStats::finite, "False: some rank had an infinity or NaN; nothing was kept.");
   stats.def_prop_ro("seconds", &seconds, "Seconds by stage, in the order the data flows.");
   fields->append("seconds");

@@ -3,13 +3,15 @@
 import os
 import re
 import signal
+import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Dictated, Run, owed, rank_order_sum, small_integers
+from models import Dictated, Run, adapter_of, owed, rank_order_sum, small_integers
 from models import attach_at_once as attach
 from processes import Processes, Rank, group
 from torch import nn
@@ -18,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from topreduce.torch import CommError
+from topreduce.torch import CommError, meeting
 
 MODEL = {"granularity": "model", "density": 0.05}
 BUCKET = {"granularity": "bucket", "density": 0.05}
@@ -154,13 +156,15 @@ def make_a_mistake(rank: Rank, settings: dict[str, Any]) -> None:
     run, undisturbed = Run(rank), Run(rank)
     sync, twin = attach(run.ddp, **settings), attach(undisturbed.ddp, **settings)
     undisturbed.train(range(4))
-    run.train(range(2))
-    numbers, sync._steps._numbers = sync._steps._numbers, {}
+    healthy = 2 if settings is MODEL else 0  # later, gradients are on their way by then
+    run.train(range(healthy))
+    adapter = adapter_of(sync)
+    numbers, adapter._numbers = adapter._numbers, {}
     with pytest.raises(ValueError, match=r"that was not there at attach\(\)"):
-        run.backward(2)
+        run.backward(healthy)
     assert run.mean_gradient().count_nonzero() == 0
-    sync._steps._numbers = numbers
-    run.train(range(2, 4))
+    adapter._numbers = numbers
+    run.train(range(healthy, 4))
     assert run.digest() == undisturbed.digest()
     assert torch.equal(owed(sync), owed(twin))
 
@@ -309,6 +313,39 @@ def attach_alone(rank: Rank) -> None:
 
 def test_attach_on_some_ranks_only() -> None:
     group(2).run(attach_alone)
+
+
+def come_before_the_others(rank: Rank) -> None:
+    """Ranks whose time runs out one after the other; who left before is not called absent."""
+    ddp = DistributedDataParallel(Dictated())
+    for absent in (1, 2):
+        dist.barrier()
+        if rank.rank != absent:
+            time.sleep(0.3 * rank.rank)
+            with pytest.raises(CommError, match=rf"\(rank {absent} did not come, and may"):
+                attach(ddp, timeout=timedelta(seconds=1.5))
+    dist.barrier()
+    attach(ddp)
+    ddp(small_integers(ddp.module, rank.rank, 0)).backward()
+
+
+def test_who_left_before_is_not_called_absent() -> None:
+    group(3).run(come_before_the_others)
+
+
+def attach_without_a_store(rank: Rank) -> None:
+    def gone(*arguments: Any) -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    ddp = DistributedDataParallel(Dictated())
+    words = r"cannot reach the store.*Connection reset by peer"
+    with mock.patch.object(meeting, "_next_place", gone), pytest.raises(CommError, match=words):
+        attach(ddp)
+    attach(ddp)
+
+
+def test_attach_where_the_store_is_gone() -> None:
+    group(2).run(attach_without_a_store)
 
 
 def attach_to_a_part_of_the_world(rank: Rank) -> None:

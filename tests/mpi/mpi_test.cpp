@@ -1,8 +1,9 @@
-// The transport over MPI: the suite that every transport passes, pieces and throttle, and errors.
+// The transport over MPI: the suite that every transport passes, pieces, leaving, and errors.
 
 #include "topreduce/comm/mpi.h"
 
 #include <cstring>
+#include <thread>
 
 #include <gtest/gtest.h>
 
@@ -10,15 +11,28 @@
 #include "topreduce/reducer.h"
 
 namespace {
-int calls_until_failure = -1;  // negative: none will fail
+
+struct {
+  int sends = -1, receives = -1;  // that go well before one fails; negative: none will fail
+} good_calls;
+
+bool fails(int& calls) {
+  if (calls > 0) --calls;
+  return calls == 0;
 }
 
+}  // namespace
+
 // MPI lets a program put itself before any of its functions: here is where errors come from.
-extern "C" int MPI_Irecv(void* buffer, int count, MPI_Datatype type, int source, int tag,
+extern "C" int MPI_Isend(const void* buffer, int count, MPI_Datatype type, int to, int tag,
                          MPI_Comm comm, MPI_Request* request) {
-  if (calls_until_failure == 0) return MPI_ERR_OTHER;
-  if (calls_until_failure > 0) --calls_until_failure;
-  return PMPI_Irecv(buffer, count, type, source, tag, comm, request);
+  if (fails(good_calls.sends)) return MPI_ERR_OTHER;
+  return PMPI_Isend(buffer, count, type, to, tag, comm, request);
+}
+extern "C" int MPI_Imrecv(void* buffer, int count, MPI_Datatype type, MPI_Message* message,
+                          MPI_Request* request) {
+  if (fails(good_calls.receives)) return MPI_ERR_OTHER;
+  return PMPI_Imrecv(buffer, count, type, message, request);
 }
 
 namespace topreduce::comm {
@@ -31,8 +45,8 @@ TEST_P(MpiSuite, Passes) {
   GetParam().run(comm);
 }
 
-TEST_P(MpiSuite, PassesInPiecesWithOnePartnerAtOnce) {
-  Mpi comm(MPI_COMM_WORLD, {.piece = 1000, .partners = 1});
+TEST_P(MpiSuite, PassesInPieces) {
+  Mpi comm(MPI_COMM_WORLD, {.piece = 1000, .spin = std::chrono::microseconds(0)});
   GetParam().run(comm);
 }
 
@@ -40,14 +54,46 @@ INSTANTIATE_TEST_SUITE_P(Comm, MpiSuite, testing::ValuesIn(suite::kChecks),
                          [](const auto& test) { return std::string(test.param.name); });
 
 TEST(Mpi, PiecesOfAnySizeArriveInOrder) {
-  for (const std::size_t piece : {1u, 3u, 7u, 64u}) {
-    for (const int partners : {1, 2, 100}) {
-      Mpi comm(MPI_COMM_WORLD, {piece, partners});
-      Inbox inbox;
-      suite::exchange_parts(comm, inbox, [](int from, int to) {
-        return static_cast<std::size_t>((from * 5 + to * 3) % 7 * 21);
-      });
+  for (const std::size_t piece : {17u, 18u, 23u, 64u, 100'000u}) {
+    Mpi comm(MPI_COMM_WORLD, {piece});
+    Inbox inbox;
+    suite::exchange_parts(comm, inbox, [](int from, int to) {
+      return static_cast<std::size_t>((from * 5 + to * 3) % 7 * 21);
+    });
+    if (piece < 1000) continue;  // as short and long messages of MPI, one after the other
+    for (const std::size_t length : {300'000u, 5u, 1'000'001u}) {
+      suite::exchange_parts(comm, inbox, [length](int, int) { return length; });
     }
+  }
+}
+
+// More than may be under way at once, while nobody receives yet.
+TEST(Mpi, EveryoneMaySendMuchBeforeItReceives) {
+  Mpi comm(MPI_COMM_WORLD, {.piece = 1 << 20});
+  if (comm.size() == 1) return;
+  const int to = (comm.rank() + 1) % comm.size();
+  const int from = (comm.rank() + comm.size() - 1) % comm.size();
+  const auto bytes = suite::pattern(comm.rank(), to, 10'000'000);
+  for (std::uint32_t round = 0; round < 8; ++round) {
+    comm.post(to, {0, round}, {}, bytes);
+    comm.flush();
+  }
+  for (std::uint32_t round = 8; round-- > 0;) {
+    comm.expect({0, round}, from);
+    comm.wait({0, round}, 1);
+    EXPECT_TRUE(suite::same(comm.message({0, round}, from),
+                            suite::pattern(from, comm.rank(), bytes.size())));
+    comm.release({0, round});
+  }
+}
+
+TEST(Mpi, AnotherThreadMayUseIt) {
+  int provided = MPI_THREAD_SINGLE;
+  MPI_Query_thread(&provided);
+  if (provided < MPI_THREAD_SERIALIZED) return;
+  Mpi comm;
+  for (const auto& check : suite::kChecks) {
+    std::jthread([&] { check.run(comm); });
   }
 }
 
@@ -79,12 +125,11 @@ TEST(Mpi, LeavesTheProgramsMessagesAlone) {
 }
 
 TEST(Mpi, RefusesLimitsThatCannotWork) {
-  EXPECT_THROW(Mpi(MPI_COMM_WORLD, {.piece = 0}), std::invalid_argument);
+  EXPECT_THROW(Mpi(MPI_COMM_WORLD, {.piece = 16}), std::invalid_argument);
   EXPECT_THROW(Mpi(MPI_COMM_WORLD, {.piece = std::size_t{1} << 31}), std::invalid_argument);
-  EXPECT_THROW(Mpi(MPI_COMM_WORLD, {.partners = 0}), std::invalid_argument);
 }
 
-// Not among those that run by themselves: it takes 5 GB of memory.
+// Not among those that run by themselves: it takes 12 GB of memory.
 TEST(LargeMpi, APartOfMoreThan2GBArrivesWhole) {
   Mpi comm;
   ASSERT_GE(comm.size(), 2);
@@ -107,34 +152,109 @@ TEST(LargeMpi, APartOfMoreThan2GBArrivesWhole) {
   EXPECT_EQ(wrong, 0u);
 }
 
+// ---- leaving -----------------------------------------------------------------------------------
+
+// More than there are places for communicators, so those must be given back; and what is still
+// under way, or was never read, must not come out of a later one.
+TEST(Mpi, CommunicatorsFollowEachOther) {
+  for (int time = 0; time < 2100; ++time) {
+    Mpi comm;
+    const Tag tag{0, 0};
+    const std::size_t length = time % 100 == 0 ? 200'000 : 8;
+    const auto stray = suite::pattern(77, time, length);
+    suite::for_others(comm, [&](int peer) { comm.post(peer, {1, 0}, {}, stray); });
+    suite::for_others(comm, [&](int peer) {
+      comm.expect(tag, peer);
+      comm.post(peer, tag, {}, suite::pattern(comm.rank(), time, length));
+    });
+    comm.wait(tag, at(comm.size() - 1));
+    suite::for_others(comm, [&](int peer) {
+      EXPECT_TRUE(suite::same(comm.message(tag, peer), suite::pattern(peer, time, length)));
+    });
+    suite::for_others(comm, [&](int peer) { comm.post(peer, {2, 0}, {}, stray); });
+    if ((comm.rank() + time) % 2 == 0) comm.flush();
+  }
+}
+
+// Those that wait for it are told; those that do not go on.
+TEST(Mpi, LeavingReleasesThoseThatWait) {
+  for (const int times : {0, 1, 5}) {
+    Mpi all;
+    auto comm = std::make_unique<Mpi>();
+    for (int time = 0; time < times; ++time) comm->barrier();
+    if (comm->rank() == 0) {
+      comm.reset();
+    } else {
+      try {
+        comm->barrier();
+        ADD_FAILURE() << "no error";
+      } catch (const CommError& error) {
+        EXPECT_NE(std::strstr(error.what(), "from rank 0: it has left"), nullptr) << error.what();
+      }
+      EXPECT_THROW(comm->barrier(), CommError);
+      comm.reset();
+    }
+    all.barrier();
+  }
+}
+
+TEST(Mpi, LeavingAfterTheLastCallHarmsNobody) {
+  for (int time = 0; time < 30; ++time) {
+    Mpi comm;
+    Inbox inbox;
+    if (comm.rank() == time % comm.size()) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+    suite::exchange_parts(comm, inbox, [](int, int) { return std::size_t{1} << 18; });
+  }
+}
+
 // ---- errors ------------------------------------------------------------------------------------
 
-/// Makes MPI fail on every rank alike, after some calls that go well.
+/// Makes MPI fail on this rank, after some calls that go well.
 class Failing {
  public:
-  explicit Failing(int good_calls) { calls_until_failure = good_calls; }
-  ~Failing() { calls_until_failure = -1; }
+  Failing(int sends, int receives) {
+    good_calls.sends = sends + 1;
+    good_calls.receives = receives + 1;
+  }
+  ~Failing() { good_calls = {}; }
 };
+constexpr int kNever = 1 << 30;
 
 TEST(MpiErrors, BecomeCommErrorsAndStay) {
   Mpi first;
-  if (first.size() == 1) return;  // nothing to receive
-  const int others = first.size() - 1;
-  for (const int good_calls : {0, others}) {  // while lengths come, while parts come
+  if (first.size() == 1) return;  // nothing to send
+  const int last = first.size() - 2;
+  for (const auto& [sends, receives] :
+       {std::pair{0, kNever}, {last, kNever}, {kNever, 0}, {kNever, last}}) {
     Mpi comm;
     Inbox inbox;
     try {
-      const Failing failing(good_calls);
+      const Failing failing(sends, receives);
       comm.all_gather(std::vector<std::byte>(8), inbox);
       ADD_FAILURE() << "no error";
     } catch (const CommError& error) {
       const std::string text = error.what(), me = "rank " + std::to_string(comm.rank());
-      EXPECT_NE(text.find("all_gather on " + me + ", with rank "), std::string::npos) << text;
+      EXPECT_NE(text.find("MPI on " + me + ", with rank "), std::string::npos) << text;
     }
     EXPECT_THROW(comm.all_gather({}, inbox), CommError);
     EXPECT_THROW(comm.barrier(), CommError);
+    EXPECT_THROW(comm.poll(), CommError);
     first.barrier();  // other communicators go on
   }
+}
+
+// Its connections are gone, but if MPI still takes a message the others need not wait for ever.
+TEST(MpiErrors, OfOneRankAreToldToTheOthers) {
+  Mpi first;
+  if (first.size() == 1) return;
+  {
+    Mpi comm;
+    const Failing failing(comm.rank() == 1 ? 0 : kNever, kNever);
+    EXPECT_THROW(comm.barrier(), CommError);
+  }
+  first.barrier();
 }
 
 TEST(MpiErrors, LeaveAReducerAsItWas) {
@@ -146,7 +266,7 @@ TEST(MpiErrors, LeaveAReducerAsItWas) {
   const std::vector<float> before = gradient;
   reducer.agree(comm);
   {
-    const Failing failing(0);
+    const Failing failing(0, kNever);
     reducer.begin(comm);
     EXPECT_THROW(reducer.add(all, gradient), CommError);
   }

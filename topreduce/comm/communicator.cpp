@@ -73,18 +73,28 @@ void Communicator::leave() noexcept {
   together_ = true;
 }
 
+void Communicator::stay() {
+  if (!sent_) mailbox_->stay();
+  sent_ = true;
+}
+
+// The first frame of an epoch says all that a receiver must know; the others say that it has.
+std::size_t Communicator::head_bytes(const Outgoing& to) const {
+  return to.epoch == mailbox_->epoch() ? 1 : Mailbox::kFrameHead;
+}
+
 void Communicator::post(int peer, const Tag& tag, std::span<const std::byte> head,
                         std::span<const std::byte> bytes) {
   assert(peer != rank_ && peer >= 0 && peer < size_);
   Bytes& stream = outgoing_[at(peer)].stream;
   make_room(stream, stream.size() + Mailbox::kFrameHead + 32 + head.size() + bytes.size());
-  if (stream.empty()) stream.resize(Mailbox::kFrameHead);
+  if (stream.empty()) stream.resize(head_bytes(outgoing_[at(peer)]));
   const std::size_t before = stream.size();
   append_varint(stream, tag.exchange);
   append_varint(stream, tag.round);
   append_varint(stream, head.size() + bytes.size());
-  stream.insert(stream.end(), head.begin(), head.end());
-  stream.insert(stream.end(), bytes.begin(), bytes.end());
+  append(stream, head);
+  append(stream, bytes);
   traffic_.bytes_sent += stream.size() - before;
   ++traffic_.messages;
 }
@@ -93,29 +103,48 @@ void Communicator::flush() {
   for (int turn = 1; turn < size_; ++turn) {  // not everyone to the same rank at once
     const int peer = (rank_ + turn) % size_;
     Outgoing& to = outgoing_[at(peer)];
-    std::span<std::byte> rest = to.stream;
-    to.longest = std::max(to.longest, rest.size());
-    while (rest.size() > Mailbox::kFrameHead) {
+    if (to.stream.empty()) continue;
+    std::size_t head = head_bytes(to);
+    to.longest = std::max(to.longest, to.stream.size());
+    stay();
+    to.epoch = mailbox_->epoch();
+    for (std::span<std::byte> rest = to.stream; rest.size() > head;) {
       const auto frame = rest.first(std::min(rest.size(), frame_limit()));
-      write_frame_head(mailbox_->epoch(), mailbox_->place(), Places::same, frame.data());
-      sent_ = true;
-      traffic_.bytes_sent += Mailbox::kFrameHead;
+      if (head == 1) {
+        frame[0] = Mailbox::kShortHead;
+      } else {
+        write_frame_head(mailbox_->epoch(), mailbox_->place(), Places::same, frame.data());
+      }
+      traffic_.bytes_sent += head;
+      if (frame.size() == to.stream.size()) {
+        hand_over(peer, to.stream);
+        break;
+      }
       send_frame(peer, frame);
-      rest = rest.subspan(frame.size() - Mailbox::kFrameHead);  // the next head overwrites its end
+      head = 1;
+      rest = rest.subspan(frame.size() - head);  // the next head overwrites its end
     }
     to.stream.clear();
   }
 }
 
 void Communicator::poll() {
-  receive_frames();
+  for (std::uint64_t seen = version();; seen = version()) {
+    if (!receive_frames() || version() == seen) break;
+  }
+  check_peers();
+}
+
+void Communicator::check_peers() {
   if (mailbox_->differs()) compare_places();
   mailbox_->check(rank_);
 }
 
 void Patience::pause() const {
-  constexpr std::chrono::microseconds kNap(20);
-  if (waited() >= spin_) std::this_thread::sleep_for(kNap);
+  // The longer it has taken, the less a little more matters, and the core has other work.
+  constexpr std::chrono::microseconds kLeast(20), kMost(250);
+  const auto nap = std::chrono::duration_cast<std::chrono::microseconds>(waited() / 32);
+  if (waited() >= spin_) std::this_thread::sleep_for(std::clamp(nap, kLeast, kMost));
 }
 
 void Communicator::wait_for_any(std::uint64_t seen) {
@@ -136,13 +165,13 @@ void Communicator::compare_places() {
   std::array<std::byte, Mailbox::kFrameHead> frame;
   write_frame_head(mailbox_->epoch(), mailbox_->place(), Places::differ, frame.data());
   mailbox_->expect_all();
-  sent_ = true;
   for (int peer = 0; peer < size_; ++peer) {
     outgoing_[at(peer)].stream.clear();
     if (peer == rank_) continue;
     traffic_.bytes_sent += frame.size();
     send_frame(peer, frame);
   }
+  stay();
   for (;;) {
     const std::uint64_t seen = mailbox_->version();
     receive_frames();
@@ -213,11 +242,10 @@ void Communicator::gather(Call call, PartFor&& part_for, Inbox& inbox) {
     inbox.counts.push_back(came - 1);
     bytes += came - 1;
   }
+  inbox.bytes.clear();
   make_room(inbox.bytes, bytes);
-  inbox.bytes.resize(bytes);
-  auto next = inbox.bytes.begin();
   for (int r = 0; r < size_; ++r) {
-    next = std::ranges::copy(r == rank_ ? own : message(tag, r).subspan(1), next).out;
+    append(inbox.bytes, r == rank_ ? own : message(tag, r).subspan(1));
   }
   release(tag);
 }
@@ -298,6 +326,19 @@ void Communicator::all_reduce(std::span<float> values) {
     check_part("all_reduce", *this, r, counts_[r], scratch_.counts[r]);
   }
   std::ranges::copy(scratch_.bytes, std::as_writable_bytes(values).begin());
+}
+
+void Communicator::native_all_reduce(std::span<float> values) {
+  if (!has_native_all_reduce()) {
+    throw std::invalid_argument(
+        "reduce=native: this communicator has no all-reduce of its own; use reduce=ordered");
+  }
+  if (size() == 1 || values.empty()) return;
+  flush();
+  do_native_all_reduce(values);
+  // What a ring would send; how many bytes it really is the transport does not say.
+  traffic_.bytes_sent += 2 * values.size_bytes() * at(size() - 1) / at(size());
+  ++traffic_.messages;
 }
 
 void Communicator::barrier() {

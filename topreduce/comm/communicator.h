@@ -62,8 +62,9 @@ class TOPREDUCE_API Communicator {
 
   // ---- messages ----
 
-  /// Starts another part of the program: messages of the last one that are still under way are
-  /// dropped on arrival. All ranks must enter the same places in the same order.
+  /// Starts another part of the program: with the first message that this rank sends in it, those
+  /// of the last one that nobody took are dropped, and so are those that are still under way. All
+  /// ranks must enter the same places in the same order.
   void enter(const Place& place);
   /// Takes the last `enter` back if nothing was sent since.
   void leave() noexcept;
@@ -125,6 +126,11 @@ class TOPREDUCE_API Communicator {
   /// Returns once every rank has called it.
   void barrier();
 
+  /// As all_reduce, by the transport's own all-reduce (MPI_Allreduce, Gloo's), which may add in any
+  /// order. std::invalid_argument if it has none.
+  void native_all_reduce(std::span<float> values);
+  virtual bool has_native_all_reduce() const { return false; }
+
   Traffic traffic() const;
   Mailbox& mailbox() { return *mailbox_; }
 
@@ -136,9 +142,12 @@ class TOPREDUCE_API Communicator {
   /// Starts to send a frame of at most `frame_limit` bytes; it may change once this returns. Waits
   /// for nobody, unless more is under way than memory should hold.
   virtual void send_frame(int peer, std::span<const std::byte> frame) = 0;
-  /// Passes frames that have come to `mailbox().accept`. A transport whose frames are passed on by
-  /// other threads does nothing, and says so by returning false.
+  /// The same for a buffer that the transport may keep, if it leaves another.
+  virtual void hand_over(int peer, Bytes& frame) { send_frame(peer, frame); }
+  /// Passes frames that have come to `mailbox().accept`, one at least if there are any. A transport
+  /// whose frames are passed on by other threads does nothing, and says so by returning false.
   virtual bool receive_frames() { return false; }
+  virtual void do_native_all_reduce(std::span<float>) {}
   /// More than the head of a frame.
   virtual std::size_t frame_limit() const { return std::size_t{1} << 30; }
   /// How long a wait for frames keeps its core busy before it naps between looks.
@@ -152,6 +161,8 @@ class TOPREDUCE_API Communicator {
   friend class Decorator;
   enum class Call : std::uint8_t { all_to_all = 1, all_gather, broadcast, barrier };
 
+  void stay();
+  void check_peers();
   void compare_places();
   template <class PartFor>
   void gather(Call call, PartFor&& part_for, Inbox& inbox);
@@ -160,11 +171,13 @@ class TOPREDUCE_API Communicator {
   int rank_, size_;
   std::shared_ptr<Mailbox> mailbox_;
   struct Outgoing {
-    Bytes stream;             // room for the head of a frame, then messages
-    std::size_t longest = 0;  // since the last `trim`
+    Bytes stream;                             // room for the head of a frame, then messages
+    std::uint32_t epoch = ~std::uint32_t{0};  // of the last frame
+    std::size_t longest = 0;                  // since the last `trim`
   };
+  std::size_t head_bytes(const Outgoing& to) const;
   std::vector<Outgoing> outgoing_;  // by peer
-  bool sent_ = false;               // anything in this epoch
+  bool sent_ = true;                // anything since the last `enter`
   bool together_ = false;           // all ranks have ended this epoch
   Traffic traffic_;
   std::uint32_t collectives_ = 0, collectives_before_ = 0;  // of this epoch and the last
@@ -177,7 +190,7 @@ void Communicator::wait(const Tag& tag, std::size_t count, Came&& came) {
   flush();
   for (;;) {
     const std::uint64_t seen = version();
-    poll();
+    check_peers();
     came();
     if (arrived(tag) >= count) return;
     wait_for_any(seen);

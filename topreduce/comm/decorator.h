@@ -12,12 +12,16 @@ class TOPREDUCE_API Decorator : public Communicator {
       : Communicator(inner.rank(), inner.size(), inner.mailbox_), inner_(&inner) {}
 
   void settle() override { inner_->settle(); }
+  bool has_native_all_reduce() const override { return inner_->has_native_all_reduce(); }
 
  protected:
   void send_frame(int peer, std::span<const std::byte> frame) override {
     inner_->send_frame(peer, frame);
   }
   bool receive_frames() override { return inner_->receive_frames(); }
+  void do_native_all_reduce(std::span<float> values) override {
+    inner_->do_native_all_reduce(values);
+  }
   std::size_t frame_limit() const override { return inner_->frame_limit(); }
   std::chrono::microseconds spin() const override { return inner_->spin(); }
   void still_waiting(Patience::Clock::duration waited) override { inner_->still_waiting(waited); }

@@ -23,7 +23,7 @@ constexpr std::size_t kMostVarint = 9;  // bytes
 enum class Head { whole, cut, bad };
 
 // Reads a number and moves on.
-Head read_varint(std::span<const std::byte>& bytes, std::uint64_t& number) {
+Head read_number(std::span<const std::byte>& bytes, std::uint64_t& number) {
   number = 0;
   for (std::size_t i = 0; i < kMostVarint; ++i) {
     if (i == bytes.size()) return Head::cut;
@@ -41,7 +41,7 @@ Head read_head(std::span<const std::byte>& bytes, Tag& tag, std::size_t& length)
   std::array<std::uint64_t, 3> numbers;
   auto rest = bytes;
   for (std::uint64_t& number : numbers) {
-    if (const Head head = read_varint(rest, number); head != Head::whole) return head;
+    if (const Head head = read_number(rest, number); head != Head::whole) return head;
   }
   if ((numbers[0] | numbers[1]) >> 32 != 0) return Head::bad;
   tag = {static_cast<std::uint32_t>(numbers[0]), static_cast<std::uint32_t>(numbers[1])};
@@ -72,18 +72,22 @@ void append_varint(Bytes& out, std::uint64_t number) {
   out.push_back(static_cast<std::byte>(number));
 }
 
+bool read_varint(std::span<const std::byte>& bytes, std::uint64_t& number) {
+  return read_number(bytes, number) == Head::whole;
+}
+
 void trim_to(Bytes& buffer, std::size_t used) {
   constexpr std::size_t kSmall = 1 << 16;
   if (buffer.capacity() > 2 * used + kSmall) Bytes().swap(buffer);
 }
 
 void write_frame_head(std::uint32_t epoch, const Place& place, Places known, std::byte* out) {
-  store(out, epoch);
-  store(out + 4, kMagic);
-  store(out + 6, kVersion);
   const std::uint8_t flag = known == Places::differ ? kDiffer : 0;
-  store(out + 7, static_cast<std::uint8_t>(static_cast<std::uint8_t>(place.kind) | flag));
-  store(out + 8, place.step);
+  store(out, kMagic);
+  store(out + 2, kVersion);
+  store(out + 3, static_cast<std::uint8_t>(static_cast<std::uint8_t>(place.kind) | flag));
+  store(out + 4, place.step);
+  store(out + 12, epoch);
 }
 
 Mailbox::Mailbox(int ranks) : peers_(at(ranks)) {}
@@ -91,39 +95,52 @@ Mailbox::Mailbox(int ranks) : peers_(at(ranks)) {}
 // ---- whoever receives --------------------------------------------------------------------------
 
 void Mailbox::accept(int peer, std::span<const std::byte> frame) {
+  accept(peer, frame, nullptr);
+}
+
+void Mailbox::accept(int peer, Bytes& frame) {
+  accept(peer, frame, &frame);
+}
+
+// `buffer`, unless null, holds the frame and may be kept.
+void Mailbox::accept(int peer, std::span<const std::byte> frame, Bytes* buffer) {
   const std::lock_guard lock(mutex_);
   Peer& from = peers_[at(peer)];
   if (from.lost) return;
   bytes_received_ += frame.size();
   ++version_;
   changed_.notify_all();
-  if (frame.size() < kFrameHead || load<std::uint16_t>(frame.data() + 4) != kMagic) {
+  if (!frame.empty() && frame[0] == kShortHead && from.heard) {
+    return read(peer, frame.subspan(1), buffer);
+  }
+  if (frame.size() < kFrameHead || load<std::uint16_t>(frame.data()) != kMagic) {
     return lose_locked(peer, Loss::damaged, "a frame that is none of topreduce's");
   }
-  const auto version = load<std::uint8_t>(frame.data() + 6),
-             flagged = load<std::uint8_t>(frame.data() + 7);
+  const auto version = load<std::uint8_t>(frame.data() + 2);
+  const auto flagged = load<std::uint8_t>(frame.data() + 3);
   const auto kind = static_cast<std::uint8_t>(flagged & ~kDiffer);
   if (version != kVersion || kind > kLastKind) {
     return lose_locked(peer, Loss::damaged,
                        "a frame of version " + std::to_string(version) + ", this is version " +
                            std::to_string(kVersion));
   }
-  const auto epoch = load<std::uint32_t>(frame.data());
+  const auto epoch = load<std::uint32_t>(frame.data() + 12);
   if (epoch < from.epoch || ((from.open || from.cut > 0) && epoch != from.epoch)) {
     return lose_locked(peer, Loss::damaged, "a frame out of order");
   }
   from.epoch = epoch;
-  const Place place{static_cast<Place::Kind>(kind), load<std::uint64_t>(frame.data() + 8)};
-  if (epoch >= epoch_) {
+  from.heard = true;
+  const Place place{static_cast<Place::Kind>(kind), load<std::uint64_t>(frame.data() + 4)};
+  if (epoch >= oldest_) {
     if (from.places.empty() || from.places.back().epoch != epoch) {
       from.places.push_back({epoch, place});
     }
     from.places.back().differs |= flagged != kind;
   }
-  read(peer, frame.subspan(kFrameHead));
+  read(peer, frame.subspan(kFrameHead), buffer);
 }
 
-void Mailbox::read(int peer, std::span<const std::byte> stream) {
+void Mailbox::read(int peer, std::span<const std::byte> stream, Bytes* buffer) {
   Peer& from = peers_[at(peer)];
   while (!stream.empty()) {
     if (!from.open) {
@@ -142,25 +159,23 @@ void Mailbox::read(int peer, std::span<const std::byte> stream) {
       stream = stream.subspan(more - rest.size());
       from.cut = 0;
       from.open = true;
-      from.stale = from.epoch < epoch_;
       from.target = nullptr;
-      if (!from.stale) {
-        Slot& slot = find_or_make(from.epoch, from.tag);
-        if (slot.here[at(peer)] != 0) {
-          return lose_locked(peer, Loss::damaged, "the same message twice");
+      if (from.epoch >= oldest_) {
+        Message& message = find_or_make(from.epoch, from.tag).messages[at(peer)];
+        if (message.here) return lose_locked(peer, Loss::damaged, "the same message twice");
+        from.target = &message;
+        if (buffer != nullptr && from.missing == stream.size() && from.missing >= kLeastRoom) {
+          message.start = buffer->size() - stream.size();
+          message.bytes = std::exchange(*buffer, spares_.take(buffer->size()));
+          from.missing = 0;
+          return finish_message(peer);
         }
-        from.target = &slot.bytes[at(peer)];
-        from.target->clear();
         // Not more than what came so far: a length is only a claim.
-        from.target->reserve(std::max(kLeastRoom, std::min(from.missing, stream.size())));
+        message.bytes = spares_.take(std::max(kLeastRoom, std::min(from.missing, stream.size())));
       }
     }
     const std::size_t count = std::min(from.missing, stream.size());
-    if (from.target != nullptr && count > 0) {
-      make_room(*from.target, from.target->size() + count);
-      from.target->insert(from.target->end(), stream.begin(),
-                          stream.begin() + static_cast<std::ptrdiff_t>(count));
-    }
+    if (from.target != nullptr) append(from.target->bytes, stream.first(count));
     stream = stream.subspan(count);
     from.missing -= count;
     if (from.missing == 0) finish_message(peer);
@@ -171,14 +186,10 @@ void Mailbox::finish_message(int peer) {
   Peer& from = peers_[at(peer)];
   from.open = false;
   if (from.target == nullptr) return;
-  Slot& slot = *find(from.epoch, from.tag);
-  slot.here[at(peer)] = 1;
-  longest_ = std::max(longest_, from.target->size());
-  ++slot.count;
-  if (slot.expected[at(peer)] != 0) {
-    slot.expected[at(peer)] = 0;
-    --from.expected;
-  }
+  longest_ = std::max(longest_, from.target->bytes.size());
+  from.target->here = true;
+  if (std::exchange(from.target->expected, false)) --from.expected;
+  ++find(from.epoch, from.tag)->count;
 }
 
 void Mailbox::lose(int peer, Loss loss, const std::string& why) {
@@ -229,30 +240,47 @@ void Mailbox::enter(const Place& place) {
   const std::lock_guard lock(mutex_);
   before_ = std::exchange(place_, place);
   expects_all_ = false;
+  drop_before(epoch_);
   ++epoch_;
-  for (Peer& peer : peers_) {
-    peer.expected = 0;
-    if (peer.open && peer.epoch < epoch_) peer.target = nullptr;  // the rest of it is dropped
-    std::erase_if(peer.places, [&](const auto& heard) { return heard.epoch < epoch_; });
-  }
-  for (const auto& slot : slots_) {
-    if (slot->used && slot->epoch < epoch_) drop(*slot);
-  }
+  expect_nothing();
+}
+
+void Mailbox::stay() {
+  const std::lock_guard lock(mutex_);
+  drop_before(epoch_);
 }
 
 void Mailbox::leave() {
   const std::lock_guard lock(mutex_);
+  assert(oldest_ < epoch_);
   place_ = before_;
   --epoch_;
+  expect_nothing();
+}
+
+void Mailbox::drop_before(std::uint32_t epoch) {
+  oldest_ = epoch;
+  for (Peer& peer : peers_) {
+    if (peer.open && peer.epoch < epoch) peer.target = nullptr;  // the rest of it is dropped
+    std::erase_if(peer.places, [&](const auto& heard) { return heard.epoch < epoch; });
+  }
+  for (const auto& slot : slots_) {
+    if (slot->used && slot->epoch < epoch) drop(*slot);
+  }
+}
+
+void Mailbox::expect_nothing() {
   for (Peer& peer : peers_) peer.expected = 0;
-  for (const auto& slot : slots_) std::ranges::fill(slot->expected, char{0});
+  for (const auto& slot : slots_) {
+    for (Message& message : slot->messages) message.expected = false;
+  }
 }
 
 void Mailbox::expect(const Tag& tag, int peer) {
   const std::lock_guard lock(mutex_);
-  Slot& slot = find_or_make(epoch_, tag);
-  if (slot.here[at(peer)] != 0 || slot.expected[at(peer)] != 0) return;
-  slot.expected[at(peer)] = 1;
+  Message& message = find_or_make(epoch_, tag).messages[at(peer)];
+  if (message.here || message.expected) return;
+  message.expected = true;
   ++peers_[at(peer)].expected;
 }
 
@@ -265,8 +293,9 @@ std::size_t Mailbox::arrived(const Tag& tag) const {
 std::span<const std::byte> Mailbox::message(const Tag& tag, int peer) const {
   const std::lock_guard lock(mutex_);
   const Slot* slot = find(epoch_, tag);
-  assert(slot != nullptr && slot->here[at(peer)] != 0);
-  return slot->bytes[at(peer)];
+  assert(slot != nullptr && slot->messages[at(peer)].here);
+  const Message& message = slot->messages[at(peer)];
+  return std::span(message.bytes).subspan(message.start);
 }
 
 void Mailbox::release(const Tag& tag) {
@@ -321,7 +350,8 @@ const Mailbox::Stay* Mailbox::stay_of(const Peer& peer) const {
 bool Mailbox::heard_all(int rank) const {
   const std::lock_guard lock(mutex_);
   for (std::size_t r = 0; r < peers_.size(); ++r) {
-    if (r != at(rank) && peers_[r].epoch < epoch_ && !peers_[r].lost) return false;
+    const Peer& peer = peers_[r];
+    if (r != at(rank) && !(peer.heard && peer.epoch >= epoch_) && !peer.lost) return false;
   }
   return true;
 }
@@ -347,7 +377,7 @@ void Mailbox::trim() {
   const std::lock_guard lock(mutex_);
   for (const auto& slot : slots_) {
     if (slot->used) continue;
-    for (Bytes& bytes : slot->bytes) trim_to(bytes, longest_);
+    for (Message& message : slot->messages) trim_to(message.bytes, longest_);
   }
   longest_ = 0;
 }
@@ -365,9 +395,7 @@ Mailbox::Slot& Mailbox::find_or_make(std::uint32_t epoch, const Tag& tag) {
   const bool none = spare == slots_.end();
   if (none) {
     auto made = std::make_unique<Slot>();
-    made->bytes.resize(peers_.size());
-    made->here.assign(peers_.size(), 0);
-    made->expected.assign(peers_.size(), 0);
+    made->messages.resize(peers_.size());
     slots_.push_back(std::move(made));
   }
   Slot& slot = none ? *slots_.back() : **spare;
@@ -380,12 +408,14 @@ Mailbox::Slot& Mailbox::find_or_make(std::uint32_t epoch, const Tag& tag) {
 void Mailbox::drop(Slot& slot) {
   slot.used = false;
   slot.count = 0;
-  std::ranges::fill(slot.here, char{0});
   for (std::size_t r = 0; r < peers_.size(); ++r) {
-    if (slot.expected[r] != 0 && slot.epoch == epoch_) --peers_[r].expected;
-    slot.expected[r] = 0;
+    Message& message = slot.messages[r];
     Peer& peer = peers_[r];
-    if (peer.open && peer.target == &slot.bytes[r]) peer.target = nullptr;
+    message.here = false;
+    message.start = 0;
+    spares_.give(std::move(message.bytes));
+    if (std::exchange(message.expected, false)) --peer.expected;
+    if (peer.open && peer.target == &message) peer.target = nullptr;
   }
 }
 

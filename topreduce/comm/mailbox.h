@@ -41,7 +41,11 @@ enum class Loss { gone, gave_up, damaged };
 /// What one rank has received. Frames are put in by whoever receives them, which may be another
 /// thread; messages are taken out by the rank's own thread. A frame is
 ///
-///   epoch, 32 bits | "TP" | version | place, 8 + 64 bits | any part of the stream of messages
+///   "TP" | version | place, 8 + 64 bits | epoch, 32 bits | any part of the stream of messages
+///
+/// or, if an earlier frame of the epoch has said all that, a short one:
+///
+///   "t" | any part of the stream of messages
 ///
 /// where the highest bit of the place says that some rank is elsewhere,
 /// and the stream of a peer is its messages one after the other, each
@@ -49,16 +53,19 @@ enum class Loss { gone, gave_up, damaged };
 ///   exchange, round, bytes: LEB128 | the bytes
 ///
 /// An epoch is one stay at a place: all ranks count them alike, so what comes of an epoch that this
-/// rank has left is dropped, and what comes early waits.
+/// rank has left for good is dropped, and what comes early waits.
 class TOPREDUCE_API Mailbox {
  public:
   static constexpr std::size_t kFrameHead = 16;
+  static constexpr std::byte kShortHead{'t'};
 
   explicit Mailbox(int ranks);
 
   // ---- whoever receives ----
 
   void accept(int peer, std::span<const std::byte> frame);
+  /// The same for a buffer that may be kept, if another is left: a long message need not be copied.
+  void accept(int peer, Bytes& frame);
   /// Nothing more will come from `peer`, which `why`: "has left". Of several reasons the first
   /// counts.
   void lose(int peer, Loss loss, const std::string& why);
@@ -73,7 +80,9 @@ class TOPREDUCE_API Mailbox {
   std::uint32_t epoch() const { return epoch_; }
   const Place& place() const { return place_; }
   void enter(const Place& place);
-  /// Takes the last `enter` back: nothing was sent since.
+  /// There is no way back any more: forgets what is left of earlier places.
+  void stay();
+  /// Takes the last `enter` back, before `stay`.
   void leave();
 
   /// From now on this rank waits for a message of `peer`.
@@ -109,13 +118,17 @@ class TOPREDUCE_API Mailbox {
  private:
   static constexpr std::size_t kMostHead = 27;  // bytes: three numbers
 
+  struct Message {
+    Bytes bytes;
+    std::size_t start = 0;  // before it, what else was in the frame
+    bool here = false, expected = false;
+  };
   struct Slot {  // the messages of one tag
     bool used = false;
     std::uint32_t epoch = 0;
     Tag tag;
-    std::size_t count = 0;
-    std::vector<Bytes> bytes;  // by peer
-    std::vector<char> here, expected;
+    std::size_t count = 0;          // of those that are here
+    std::vector<Message> messages;  // by peer
   };
   struct Stay {
     std::uint32_t epoch = 0;
@@ -123,6 +136,7 @@ class TOPREDUCE_API Mailbox {
     bool differs = false;  // it knows of a rank that is elsewhere
   };
   struct Peer {
+    bool heard = false;        // of anything yet
     std::uint32_t epoch = 0;   // of its last frame
     std::vector<Stay> places;  // in this epoch and later ones
     bool lost = false;
@@ -135,15 +149,17 @@ class TOPREDUCE_API Mailbox {
     bool open = false;
     std::array<std::byte, kMostHead> head{};  // of a message that a frame cut
     std::size_t cut = 0;                      // bytes of it that are here
-    bool stale = false;
-    Bytes* target = nullptr;
+    Message* target = nullptr;
   };
 
   Slot* find(std::uint32_t epoch, const Tag& tag) const;
   Slot& find_or_make(std::uint32_t epoch, const Tag& tag);
-  void read(int peer, std::span<const std::byte> stream);
+  void accept(int peer, std::span<const std::byte> frame, Bytes* buffer);
+  void read(int peer, std::span<const std::byte> stream, Bytes* buffer);
   void finish_message(int peer);
   void drop(Slot& slot);
+  void drop_before(std::uint32_t epoch);
+  void expect_nothing();
   const Stay* stay_of(const Peer& peer) const;  // in this epoch; null: not heard of
   bool waits_for(const Peer& peer) const;
   std::string name(std::size_t rank) const;
@@ -153,7 +169,8 @@ class TOPREDUCE_API Mailbox {
   std::condition_variable changed_;
   std::vector<Peer> peers_;
   std::vector<std::unique_ptr<Slot>> slots_;
-  std::uint32_t epoch_ = 0;
+  Spares spares_;
+  std::uint32_t epoch_ = 0, oldest_ = 0;  // messages before `oldest_` are dropped
   Place place_, before_;
   std::uint64_t version_ = 0;
   std::uint64_t bytes_received_ = 0;
@@ -171,10 +188,13 @@ constexpr std::size_t at(int rank) {
   return static_cast<std::size_t>(rank);
 }
 
-/// Writes the head of a frame; `same`: as far as its sender knows, all ranks are at this place.
+/// Writes the head of a frame of kFrameHead bytes; `same`: as far as its sender knows, all ranks
+/// are at this place.
 enum class Places : std::uint8_t { same, differ };
 void write_frame_head(std::uint32_t epoch, const Place& place, Places known, std::byte* out);
 /// Appends a number in groups of seven bits, the lowest first.
 void append_varint(Bytes& out, std::uint64_t number);
+/// Reads one and moves on; false if the bytes end first.
+bool read_varint(std::span<const std::byte>& bytes, std::uint64_t& number);
 
 }  // namespace topreduce::comm

@@ -37,10 +37,13 @@ class TOPREDUCE_API Mpi final : public Communicator {
   Mpi& operator=(const Mpi&) = delete;
 
   void settle() override;
+  bool has_native_all_reduce() const override { return true; }
 
  protected:
   void send_frame(int peer, std::span<const std::byte> frame) override;
+  void hand_over(int peer, Bytes& frame) override;
   bool receive_frames() override;
+  void do_native_all_reduce(std::span<float> values) override;
   std::size_t frame_limit() const override { return limits_.piece; }
   std::chrono::microseconds spin() const override { return limits_.spin; }
 
@@ -55,17 +58,18 @@ class TOPREDUCE_API Mpi final : public Communicator {
     std::vector<MPI_Request> requests;  // null: done
   };
 
-  void send(int peer, std::span<const std::byte> bytes);
+  bool wait_for_room(int peer, std::size_t bytes);
+  void send(int peer, Bytes&& bytes);
   void test(Moves& moves);
   void reap_sends();
-  void reap_receives();
-  void receive(int peer, int count, MPI_Message& message);
+  // True if a frame was delivered.
+  bool reap_receives();
+  bool receive(int peer, int count, MPI_Message& message);
   void deliver(Frame&& frame);
   bool take_leave() noexcept;
   template <class Done>
   bool progress_until(Done&& done, std::chrono::seconds at_most);
 
-  Bytes take_buffer(std::size_t size);
   void check(int code, int peer);
   [[noreturn]] void fail(const std::string& what, int peer);
 
@@ -76,7 +80,7 @@ class TOPREDUCE_API Mpi final : public Communicator {
   std::vector<std::size_t> sending_;    // bytes under way to each peer
   std::vector<std::size_t> receiving_;  // frames under way from each peer
   std::vector<char> gone_;              // by peer: has left
-  std::vector<Bytes> spare_;
+  Spares spares_;
   std::vector<int> finished_;
   std::vector<MPI_Status> statuses_;
 };

@@ -28,6 +28,7 @@
 #include <numeric>
 
 #include "topreduce/catalog.h"
+#include "topreduce/exchange/all_reduce.h"
 #include "topreduce/random.h"
 
 namespace topreduce::exchange {
@@ -59,6 +60,12 @@ struct Row {
   bool chosen;
 };
 
+// What one exchange keeps.
+struct Work {
+  Buffer<Row> rows;  // in order
+  Buffer<float> sketches;
+};
+
 Rows cut_into_rows(const Parameter& parameter, const Options& options) {
   if (parameter.shape.size() < 2 || parameter.size == 0) return {};
   Rows rows;
@@ -83,23 +90,31 @@ class ArcTopK final : public Exchange {
     }
   }
 
-  void run(const Pending& pending, const SparseVector&, const select::Budget& budget,
-           Courier& courier, Delivery& delivery) override {
+  Task run(const Pending& pending, const SparseVector&, const Budget& budget, Channel& channel,
+           Delivery& delivery) override {
+    const auto work = works_.take();
     {
-      Stopwatch watch(courier.seconds(Stage::look));
-      sketch(pending, budget);
+      Stopwatch watch(channel.seconds(Stage::look));
+      sketch(pending, budget, *work);
     }
-    if (!rows_.empty()) courier.all_reduce(sketches_, {});
+    if (!work->rows.empty()) co_await all_reduce(channel, work->sketches, {});
     {
-      Stopwatch watch(courier.seconds(Stage::choose));
-      score();
-      choose(pending, budget);
-      take(pending, delivery);
-      courier.expect_same(fingerprint_of_choice(),
-                          "the ranks hand over different parameters (all must add the same "
-                          "buckets in the same order), or chose different rows");
+      Stopwatch watch(channel.seconds(Stage::choose));
+      score(*work);
+      choose(pending, budget, work->rows);
+      take(pending, work->rows, delivery);
+      channel.expect_same(fingerprint_of_choice(work->rows),
+                          "the ranks hand over different parameters (all must add the same ones "
+                          "in every step), or chose different rows");
     }
-    add_up(pending, courier, delivery);
+    // In even parts, as rows may lie close together; if values are rounded, in parts that do not
+    // depend on the bucket cut, because who adds up a part owes its rounding.
+    SparseVector &sum = delivery.sum, &settled = delivery.settled;
+    if (channel.rounds_values()) {
+      co_await all_reduce(channel, pending, sum.indices, sum.values, settled.values);
+    } else {
+      co_await all_reduce(channel, sum.values, settled.values);
+    }
   }
 
   Cost cost(double k, double size, int ranks) const override {
@@ -114,12 +129,12 @@ class ArcTopK final : public Exchange {
  private:
   // ---- first all-reduce: sketches ----
 
-  void sketch(const Pending& pending, const select::Budget& budget) {
-    rows_.clear();
-    for (const Segment& segment : pending.segments()) list_rows(segment);
-    make_room(sketches_, rows_.size() * options_.sketch);
-    sketches_.resize(rows_.size() * options_.sketch);
-    auto out = std::span(sketches_);
+  void sketch(const Pending& pending, const Budget& budget, Work& work) {
+    work.rows.clear();
+    for (const Segment& segment : pending.segments()) list_rows(segment, work.rows);
+    make_room(work.sketches, work.rows.size() * options_.sketch);
+    work.sketches.resize(work.rows.size() * options_.sketch);
+    auto out = std::span(work.sketches);
     for (const Segment& segment : pending.segments()) {
       const Rows& rows = parameters_[segment.parameter];
       if (rows.count == 0) continue;
@@ -138,17 +153,17 @@ class ArcTopK final : public Exchange {
     }
   }
 
-  void list_rows(const Segment& segment) {
+  void list_rows(const Segment& segment, Buffer<Row>& all) const {
     const Rows& rows = parameters_[segment.parameter];
     for (std::size_t i = 0; i < rows.count; ++i) {
       const std::size_t at = i * rows.width;
-      rows_.push_back({segment.start + static_cast<Index>(at),
-                       static_cast<Index>(std::min(rows.width, segment.size() - at)), 0, false});
+      all.push_back({segment.start + static_cast<Index>(at),
+                     static_cast<Index>(std::min(rows.width, segment.size() - at)), 0, false});
     }
   }
 
   // The same on all ranks, other ones for every step and every parameter.
-  void draw_directions(const Rows& rows, const select::Budget& budget) {
+  void draw_directions(const Rows& rows, const Budget& budget) {
     const RandomStream stream(budget.seed, budget.step, RandomStream::Purpose::sketch);
     make_room(directions_, rows.width * options_.sketch);
     directions_.resize(rows.width * options_.sketch);
@@ -167,9 +182,9 @@ class ArcTopK final : public Exchange {
   // ---- the choice, from what all ranks hold alike ----
 
   // Energy per entry, but for a factor common to all rows.
-  void score() {
-    const float* sketch = sketches_.data();
-    for (Row& row : rows_) {
+  void score(Work& work) const {
+    const float* sketch = work.sketches.data();
+    for (Row& row : work.rows) {
       double energy = 0;
       for (std::size_t j = 0; j < options_.sketch; ++j, ++sketch) {
         energy += static_cast<double>(*sketch) * static_cast<double>(*sketch);
@@ -180,9 +195,9 @@ class ArcTopK final : public Exchange {
     }
   }
 
-  void choose(const Pending& pending, const select::Budget& budget) {
-    if (options_.ranked == Ranked::model) return choose(rows_, 0, budget);
-    auto rest = std::span(rows_);
+  void choose(const Pending& pending, const Budget& budget, Buffer<Row>& all) {
+    auto rest = std::span(all);
+    if (options_.ranked == Ranked::model) return choose(rest, 0, budget);
     for (const Segment& segment : pending.segments()) {
       const Rows& rows = parameters_[segment.parameter];
       choose(rest.first(rows.count), rows.first_draw, budget);
@@ -191,7 +206,7 @@ class ArcTopK final : public Exchange {
   }
 
   // The fewest of the best rows that hold the budget, some of them exchanged for random ones.
-  void choose(std::span<Row> rows, std::uint32_t first_draw, const select::Budget& budget) {
+  void choose(std::span<Row> rows, std::uint32_t first_draw, const Budget& budget) {
     if (rows.empty()) return;
     make_room(order_, rows.size());
     order_.resize(rows.size());
@@ -226,9 +241,9 @@ class ArcTopK final : public Exchange {
     }
   }
 
-  Fingerprint fingerprint_of_choice() const {
+  static Fingerprint fingerprint_of_choice(std::span<const Row> rows) {
     Fingerprint starts;
-    for (const Row& row : rows_) {
+    for (const Row& row : rows) {
       if (row.chosen) starts.add(row.start);
     }
     return starts;
@@ -236,9 +251,9 @@ class ArcTopK final : public Exchange {
 
   // ---- second all-reduce: the rows ----
 
-  void take(const Pending& pending, Delivery& delivery) {
+  void take(const Pending& pending, std::span<const Row> all, Delivery& delivery) const {
     std::size_t count = 0;
-    for (const Row& row : rows_) count += row.chosen ? row.size : 0;
+    for (const Row& row : all) count += row.chosen ? row.size : 0;
     for (const Segment& segment : pending.segments()) {
       if (parameters_[segment.parameter].count == 0) count += segment.size();
     }
@@ -250,7 +265,7 @@ class ArcTopK final : public Exchange {
       kernels::evaluate(terms, std::span(delivery.sum.values).subspan(at, terms.size()));
       at += terms.size();
     };
-    const Row* row = rows_.data();
+    const Row* row = all.data();
     for (const Segment& segment : pending.segments()) {
       const kernels::Terms terms = pending.terms(segment);
       const std::size_t rows = parameters_[segment.parameter].count;
@@ -262,23 +277,12 @@ class ArcTopK final : public Exchange {
     delivery.settled.assign(delivery.sum);
   }
 
-  // In even parts, as rows may lie close together; if values are rounded, in parts that do not
-  // depend on the bucket cut, because who adds up a part owes its rounding.
-  static void add_up(const Pending& pending, Courier& courier, Delivery& delivery) {
-    SparseVector &sum = delivery.sum, &settled = delivery.settled;
-    if (courier.rounds_values()) {
-      courier.all_reduce(pending, sum.indices, sum.values, settled.values);
-    } else {
-      courier.all_reduce(sum.values, settled.values);
-    }
-  }
-
   Options options_;
   double model_;              // entries of the model
   double sketch_values_ = 0;  // of all sketches together
   std::vector<Rows> parameters_;
-  Buffer<Row> rows_;  // of the open exchange, in order
-  Buffer<float> directions_, sketches_;
+  Pool<Work> works_;
+  Buffer<float> directions_;
   Buffer<Index> order_;
 };
 

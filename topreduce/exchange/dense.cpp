@@ -7,19 +7,20 @@
 // Rounds: 2 (all-to-all, all-gather). Values sent per rank: 2 n (P-1)/P, as a ring. Drops nothing.
 
 #include "topreduce/catalog.h"
+#include "topreduce/exchange/all_reduce.h"
 
 namespace topreduce::exchange {
 namespace {
 
 class Dense final : public Exchange {
  public:
-  void run(const Pending& pending, const SparseVector&, const select::Budget&, Courier& courier,
+  Task run(const Pending& pending, const SparseVector&, const Budget&, Channel& channel,
            Delivery& delivery) override {
     delivery.extent = Delivery::Extent::whole;
     delivery.dense_sum.resize(pending.size());
-    delivery.dense_settled.resize(courier.rounds_values() ? pending.size() : 0);
+    delivery.dense_settled.resize(channel.rounds_values() ? pending.size() : 0);
     pending.evaluate(delivery.dense_sum);
-    courier.all_reduce(pending, {}, delivery.dense_sum, delivery.dense_settled);
+    co_await all_reduce(channel, pending, {}, delivery.dense_sum, delivery.dense_settled);
   }
 
   Cost cost(double, double size, int ranks) const override {

@@ -1,9 +1,10 @@
 #pragma once
 
-#include "topreduce/exchange/courier.h"
+#include "topreduce/budget.h"
+#include "topreduce/exchange/channel.h"
 #include "topreduce/exchange/delivery.h"
+#include "topreduce/exchange/task.h"
 #include "topreduce/pending.h"
-#include "topreduce/select/selector.h"
 #include "topreduce/state.h"
 
 namespace topreduce::exchange {
@@ -21,13 +22,13 @@ class Exchange {
   virtual ~Exchange() = default;
 
   /// A step starts; its exchanges follow. Also after a step that failed.
-  virtual void begin(const select::Budget&) {}
+  virtual void begin(const Budget&) {}
 
   /// Sums over the ranks and says what this rank settled. `selected` is what this rank chose alone;
-  /// an exchange that chooses together gets it empty and looks at `pending` itself.
-  /// Every rank must hear from every other at least once: that is how the vote travels.
-  virtual void run(const Pending& pending, const SparseVector& selected,
-                   const select::Budget& budget, Courier& courier, Delivery& delivery) = 0;
+  /// an exchange that chooses together gets it empty and looks at `pending` itself. Several may be
+  /// under way: what one keeps across a wait is its own. All arguments outlive the task.
+  virtual Task run(const Pending& pending, const SparseVector& selected, const Budget& budget,
+                   Channel& channel, Delivery& delivery) = 0;
 
   /// Of one exchange of `size` entries in which every rank sends k, with `ranks` ranks.
   virtual Cost cost(double k, double size, int ranks) const = 0;

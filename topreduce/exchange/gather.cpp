@@ -14,20 +14,18 @@ namespace {
 
 class Gather final : public Exchange {
  public:
-  void run(const Pending& pending, const SparseVector& selected, const select::Budget&,
-           Courier& courier, Delivery& delivery) override {
-    delivery.settled.assign(selected);
-    courier.all_gather(delivery.settled, parts_);
-    adder_.add(parts_, pending.size(), delivery.sum);
+  Task run(const Pending& pending, const SparseVector& selected, const Budget&, Channel& channel,
+           Delivery& delivery) override {
+    const auto round = channel.send_to_all(channel.parameters(), selected, delivery.settled);
+    co_await channel.arrival(round);
+    Parts& parts = channel.workspace().incoming;
+    channel.read_from_all(round, delivery.settled, parts);
+    channel.workspace().adder.add(parts, pending.size(), delivery.sum);
   }
 
   Cost cost(double k, double, int ranks) const override {
     return {.rounds = 1, .values = k * (ranks - 1), .indices = k * (ranks - 1)};
   }
-
- private:
-  std::vector<SparseVector> parts_;
-  Adder adder_;
 };
 
 }  // namespace

@@ -1,98 +1,93 @@
 #include "topreduce/exchange/global_cut.h"
 
-#include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
-#include <functional>
+#include <string>
+
+#include "topreduce/exchange/all_reduce.h"
 
 namespace topreduce::exchange {
 namespace {
 
 constexpr std::uint64_t kLowWord = 0xffffffff;
+constexpr unsigned kBits = 8, kKeyBits = 64, kIndexBits = 32;
+constexpr std::size_t kBins = 1 << kBits;
+
+// A count travels as two floats, so that sums over 4096 ranks are exact.
+constexpr std::uint64_t kLowCount = 1 << 12;
+
+std::uint64_t count_at(std::span<const float> histogram, std::size_t bin) {
+  return static_cast<std::uint64_t>(histogram[bin]) +
+         kLowCount * static_cast<std::uint64_t>(histogram[kBins + bin]);
+}
 
 }  // namespace
 
 GlobalCut::Key GlobalCut::key_of(Index index, float value) {
-  return Key{std::bit_cast<std::uint32_t>(std::abs(value))} << 32 | (kLowWord - index);
+  return Key{std::bit_cast<std::uint32_t>(std::abs(value))} << kIndexBits | (kLowWord - index);
 }
 
 float GlobalCut::magnitude() const {
-  return std::bit_cast<float>(static_cast<std::uint32_t>(cut_ >> 32));
+  return std::bit_cast<float>(static_cast<std::uint32_t>(cut_ >> kIndexBits));
 }
 
-std::size_t GlobalCut::count_from(Key least, const SparseVector& entries) {
-  std::size_t count = 0;
-  for (std::size_t i = 0; i < entries.size(); ++i) {
-    count += key_of(entries.indices[i], entries.values[i]) >= least ? 1 : 0;
-  }
-  return count;
-}
+Task GlobalCut::find(const SparseVector& mine, std::size_t k, Channel& channel) {
+  cut_ = 0;
+  Key prefix = 0;  // the bits of the k-th key that are known
+  std::uint64_t wanted = k;
+  for (unsigned shift = kKeyBits - kBits;; shift -= kBits) {
+    const bool first = shift == kKeyBits - kBits;
+    std::array<std::uint64_t, kBins> counts{};
+    for (std::size_t i = 0; i < mine.size(); ++i) {
+      const Key key = key_of(mine.indices[i], mine.values[i]) >> shift;
+      if (first || key >> kBits == prefix) ++counts[key % kBins];
+    }
+    histogram_.resize(2 * kBins);
+    for (std::size_t bin = 0; bin < kBins; ++bin) {
+      histogram_[bin] = static_cast<float>(counts[bin] % kLowCount);
+      histogram_[kBins + bin] = static_cast<float>(counts[bin] / kLowCount);
+    }
+    const wire::Values given = channel.set_values(wire::Values::fp32);
+    co_await all_reduce(channel, histogram_, {});
+    channel.set_values(given);
 
-// All ranks' keys of a round into parts_ and, strongest first, into shown_.
-void GlobalCut::show(std::span<const Key> keys, Courier& courier) {
-  make_room(order_, keys.size());
-  order_.assign(keys.begin(), keys.end());
-  std::ranges::sort(order_, std::greater<>(), [](Key key) { return key & kLowWord; });
-  message_.resize(keys.size());
-  for (std::size_t i = 0; i < order_.size(); ++i) {
-    message_.indices[i] = static_cast<Index>(kLowWord - (order_[i] & kLowWord));
-    message_.values[i] = std::bit_cast<float>(static_cast<std::uint32_t>(order_[i] >> 32));
-  }
-  courier.all_gather_exact(message_, parts_);
-  std::size_t total = 0;
-  for (const SparseVector& part : parts_) total += part.size();
-  make_room(shown_, total);
-  shown_.clear();
-  for (const SparseVector& part : parts_) {
-    for (std::size_t i = 0; i < part.size(); ++i) {
-      shown_.push_back(key_of(part.indices[i], part.values[i]));
+    std::size_t bin = kBins - 1;
+    for (; bin > 0 && count_at(histogram_, bin) < wanted; --bin) {
+      wanted -= count_at(histogram_, bin);
+    }
+    if (count_at(histogram_, bin) < wanted) break;  // there are fewer than k: all are kept
+    prefix = prefix << kBits | bin;
+    const bool all_of_it = count_at(histogram_, bin) == wanted;
+    if (shift == 0 || (shift <= kIndexBits && all_of_it)) {
+      cut_ = prefix << shift;
+      break;
     }
   }
-  std::ranges::sort(shown_, std::greater<>());
+  co_await share_counts(mine, channel);
 }
 
-void GlobalCut::find(const SparseVector& mine, std::size_t k, Courier& courier) {
-  const auto ranks = static_cast<std::size_t>(courier.ranks());
-  const auto stride = static_cast<std::size_t>(
-      std::max(1.0, std::floor(std::sqrt(static_cast<double>(k) / static_cast<double>(ranks)))));
-  // What is shown varies much from time to time, but is little.
-  const std::size_t room = 4 * (k / stride + ranks * stride);
-  parts_.resize(ranks);
-  for (SparseVector& part : parts_) part.reserve(room);
-  message_.reserve(room);
-  order_.reserve(room);
-  shown_.reserve(room);
-  make_room(mine_, mine.size());
-  mine_.clear();
+Task GlobalCut::share_counts(const SparseVector& mine, Channel& channel) {
+  std::uint64_t own = 0;
   for (std::size_t i = 0; i < mine.size(); ++i) {
-    mine_.push_back(key_of(mine.indices[i], mine.values[i]));
+    own += keeps(mine.indices[i], mine.values[i]) ? 1 : 0;
   }
-  std::ranges::sort(mine_, std::greater<>());
-  mine_.resize(std::min(mine_.size(), k));
-
-  make_room(sample_, mine_.size() / stride);
-  sample_.clear();
-  for (std::size_t i = stride; i <= mine_.size(); i += stride) sample_.push_back(mine_[i - 1]);
-  show(sample_, courier);
-
-  // Entries from the c-th sample up: at least c strides, at most (stride - 1) more on each rank.
-  const std::size_t unseen = ranks * (stride - 1);
-  const std::size_t sure = std::min(k > unseen ? (k - unseen) / stride : 0, shown_.size());
-  const std::size_t enough = (k + stride - 1) / stride;
-  const Key high = sure > 0 ? shown_[sure - 1] : ~Key{0};
-  const Key low = enough > 0 && enough <= shown_.size() ? shown_[enough - 1] : 0;
-  counts_.clear();
-  for (const SparseVector& part : parts_) counts_.push_back(count_from(high, part) * stride);
-
-  const std::size_t first = counts_[static_cast<std::size_t>(courier.rank())];
-  const auto end = std::ranges::find_if(mine_, [low](Key key) { return key < low; });
-  const auto last = std::max(first, static_cast<std::size_t>(end - mine_.begin()));
-  show(std::span(mine_).subspan(first, last - first), courier);
-
-  const std::size_t missing = k - sure * stride;
-  cut_ = high;
-  if (missing > 0) cut_ = missing <= shown_.size() ? std::min(high, shown_[missing - 1]) : 0;
-  for (std::size_t r = 0; r < parts_.size(); ++r) counts_[r] += count_from(cut_, parts_[r]);
+  payload_.clear();
+  comm::append_varint(payload_, own);
+  const auto round = channel.send_payload_to_all(payload_);
+  co_await channel.arrival(round);
+  counts_.resize(comm::at(channel.ranks()));
+  for (int r = 0; r < channel.ranks(); ++r) {
+    std::uint64_t count = own;
+    if (r != channel.rank()) {
+      auto payload = channel.payload(round, r);
+      if (!comm::read_varint(payload, count) || count > kLowWord) {
+        throw WireError("counts: those of rank " + std::to_string(r) + " cannot be read");
+      }
+    }
+    counts_[comm::at(r)] = static_cast<std::size_t>(count);
+  }
+  channel.close(round);
 }
 
 }  // namespace topreduce::exchange

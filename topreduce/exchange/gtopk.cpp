@@ -27,53 +27,65 @@ namespace {
 
 class GTopk final : public Exchange {
  public:
-  void run(const Pending& pending, const SparseVector& selected, const select::Budget& budget,
-           Courier& courier, Delivery& delivery) override {
+  Task run(const Pending& pending, const SparseVector& selected, const Budget& budget,
+           Channel& channel, Delivery& delivery) override {
     // A budget for everything cuts nothing, however the entries lie.
     const bool at_once =
-        budget.exchanges == select::Budget::Exchanges::one || budget.entries >= budget.model;
-    const int rank = courier.rank(), ranks = courier.ranks();
+        budget.exchanges == Budget::Exchanges::one || budget.entries >= budget.model;
+    const int rank = channel.rank(), ranks = channel.ranks(), rounds = rounds_up(ranks);
+    Workspace& work = channel.workspace();
+    const auto sum = work.vectors.take(), rounded = work.vectors.take();
     // What changes on this rank's way: its own entries, then all that it cuts and rounds.
-    const auto rounds = static_cast<std::size_t>(rounds_up(ranks));
-    changes_.resize(rounds + 2);
-    const std::size_t most = std::min<std::size_t>(pending.size(), 3 * budget.entries);
-    for (SparseVector& change : changes_) {
-      change.clear();
-      change.reserve(most);
-    }
-    for (SparseVector* each : {&sum_, &received_, &merged_, &meeting_[0], &meeting_[1]}) {
-      each->reserve(most);
-    }
-    changes_[0].assign(selected);
-    sum_.assign(selected);
+    const auto changes = work.parts.take();
+    changes->resize(comm::at(rounds) + 2);
+    for (SparseVector& change : *changes) change.clear();
+    (*changes)[0].assign(selected);
+    sum->assign(selected);
 
-    for (std::size_t round = 0; round < rounds; ++round) {
+    for (int round = 0; round < rounds; ++round) {
       const int stride = 1 << round, place = rank % (2 * stride);
       const bool sends = place == stride, receives = place == 0 && rank + stride < ranks;
-      const int to = sends ? rank - stride : Courier::kNobody;
-      const int from = receives ? rank + stride : Courier::kNobody;
-      if (sends) changes_.back().assign(sum_);
-      courier.pass(to, sum_, from, received_);
-      if (sends) take_from(sum_, changes_.back());
-      if (receives) {
-        merge(pending, at_once ? budget.entries : 0, changes_[round + 1]);
+      if (!sends && !receives) continue;
+      const int to = sends ? rank - stride : Channel::kNobody;
+      const int from = receives ? rank + stride : Channel::kNobody;
+      channel.number_next_round(static_cast<std::uint32_t>(round));
+      const auto meeting = channel.send(to, *sum, *rounded, from);
+      if (sends) {
+        changes->back().assign(*sum);
+        take_from(*rounded, changes->back());
+        break;  // the sum is the other's now
       }
+      co_await channel.arrival(meeting);
+      channel.read(meeting, from, received_);
+      channel.close(meeting);
+      merge(pending, at_once ? budget.entries : 0, *sum, (*changes)[comm::at(round) + 1]);
     }
     // The root rounds for everyone; the others hand on what they got as it came.
+    const auto payload = work.payloads.take();
+    payload->clear();
     if (rank == 0) {
-      changes_.back().assign(sum_);
-      courier.keep(sum_);
-      take_from(sum_, changes_.back());
+      changes->back().assign(*sum);
+      rounded->assign(*sum);
+      if (ranks > 1) channel.encode(channel.parameters(), *sum, *rounded, *payload);
+      take_from(*rounded, changes->back());
+      delivery.sum.assign(*rounded);
     }
-    for (std::size_t round = rounds; round-- > 0;) {
+    for (int round = rounds; round-- > 0;) {
       const int stride = 1 << round, place = rank % (2 * stride);
       const bool sends = place == 0 && rank + stride < ranks, receives = place == stride;
-      courier.pass_on(sends ? rank + stride : Courier::kNobody,
-                      receives ? rank - stride : Courier::kNobody, received_);
-      if (receives) std::swap(sum_, received_);
+      if (!sends && !receives) continue;
+      const int to = sends ? rank + stride : Channel::kNobody;
+      const int from = receives ? rank - stride : Channel::kNobody;
+      channel.number_next_round(static_cast<std::uint32_t>(2 * rounds - round));
+      const auto handing = channel.send_payload(to, *payload, from);
+      if (!receives) continue;
+      co_await channel.arrival(handing);
+      const auto came = channel.payload(handing, from);
+      payload->assign(came.begin(), came.end());
+      channel.read(handing, from, delivery.sum);
+      channel.close(handing);
     }
-    delivery.sum.assign(sum_);
-    adder_.add(changes_, pending.size(), delivery.settled);
+    work.adder.add(*changes, pending.size(), delivery.settled);
   }
 
   Cost cost(double k, double, int ranks) const override {
@@ -88,14 +100,14 @@ class GTopk final : public Exchange {
     return static_cast<int>(std::bit_width(static_cast<unsigned>(ranks - 1)));
   }
 
-  // Adds received_ to sum_ and cuts: to the k strongest or, with k = 0, by parameter.
-  void merge(const Pending& pending, std::size_t k, SparseVector& cut) {
-    meeting_[0].assign(sum_);
+  // Adds received_ to `sum` and cuts: to the k strongest or, with k = 0, by parameter.
+  void merge(const Pending& pending, std::size_t k, SparseVector& sum, SparseVector& cut) {
+    meeting_[0].assign(sum);
     meeting_[1].assign(received_);
     adder_.add(meeting_, pending.size(), merged_);
-    sum_.clear();
+    sum.clear();
     if (k > 0) {
-      keep(merged_, 0, merged_.size(), k, cut);
+      keep(merged_, 0, merged_.size(), k, sum, cut);
       return;
     }
     std::size_t first = 0, of_mine = 0, of_theirs = 0;
@@ -104,7 +116,7 @@ class GTopk final : public Exchange {
       const std::size_t last = next_from(merged_, first, end);
       const std::size_t mine = next_from(meeting_[0], of_mine, end);
       const std::size_t theirs = next_from(meeting_[1], of_theirs, end);
-      keep(merged_, first, last, std::max(mine - of_mine, theirs - of_theirs), cut);
+      keep(merged_, first, last, std::max(mine - of_mine, theirs - of_theirs), sum, cut);
       first = last;
       of_mine = mine;
       of_theirs = theirs;
@@ -118,10 +130,10 @@ class GTopk final : public Exchange {
         begin);
   }
 
-  // Appends the k strongest of a range to sum_, ties to the lower index, and the rest, negative, to
-  // `cut`.
-  void keep(const SparseVector& entries, std::size_t first, std::size_t last, std::size_t k,
-            SparseVector& cut) {
+  // Appends the k strongest of a range to `sum`, ties to the lower index, and the rest, negative,
+  // to `cut`.
+  static void keep(const SparseVector& entries, std::size_t first, std::size_t last, std::size_t k,
+                   SparseVector& sum, SparseVector& cut) {
     const std::size_t count = last - first, kept = std::min(k, count);
     if (count == 0) return;
     const std::span<const float> values(entries.values.data() + first, count);
@@ -132,23 +144,23 @@ class GTopk final : public Exchange {
       ties = kept - static_cast<std::size_t>(std::ranges::count_if(
                         values, [&](float value) { return std::abs(value) > weakest; }));
     }
-    std::size_t out = sum_.size(), dropped = cut.size();
-    sum_.resize(out + kept);
+    std::size_t out = sum.size(), dropped = cut.size();
+    sum.resize(out + kept);
     cut.resize(dropped + count - kept);
     for (std::size_t i = first; i < last; ++i) {
       const float magnitude = std::abs(entries.values[i]);
       const bool stays = magnitude > weakest || (magnitude == weakest && ties > 0);
       if (magnitude == weakest && ties > 0) --ties;
-      SparseVector& home = stays ? sum_ : cut;
+      SparseVector& home = stays ? sum : cut;
       std::size_t& place = stays ? out : dropped;
       home.indices[place] = entries.indices[i];
       home.values[place++] = stays ? entries.values[i] : -entries.values[i];
     }
   }
 
-  SparseVector sum_, received_, merged_;
+  // Not kept across a wait:
+  SparseVector received_, merged_;
   std::array<SparseVector, 2> meeting_;
-  std::vector<SparseVector> changes_;
   Adder adder_;
 };
 

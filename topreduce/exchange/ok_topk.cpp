@@ -7,8 +7,8 @@
 //   gather    the survivors to everyone; if they crowd on few ranks, over all of them: an even part
 //             to each rank, who hands it on as it came
 //
-// Rounds: 2; 3 to balance; one more every `tau` steps, in which the ranks agree on regions; and,
-// for the whole model at once, two more every `period` steps, in which they find the exact k-th
+// Rounds: 2; 3 to balance; two more every `tau` steps, in which the ranks agree on regions; and,
+// for the whole model at once, nine more every `period` steps, in which they find the exact k-th
 // sum. Entries sent per rank: k (P-1)/P to split, as many to gather, at most as many to balance.
 // Drops sums below the cut: they stay owed by the ranks that sent them. Settled is what a rank sent
 // and everyone got, and the owner of a region owes the rounding of its sums.
@@ -26,6 +26,7 @@
 #include <cmath>
 
 #include "topreduce/catalog.h"
+#include "topreduce/exchange/all_reduce.h"
 #include "topreduce/exchange/global_cut.h"
 #include "topreduce/exchange/regions.h"
 #include "topreduce/floating.h"
@@ -37,7 +38,7 @@ namespace {
 constexpr double kFarOff = 2;    // counts beyond this factor of the budget are far off
 constexpr double kShown = 0.75;  // of the cut: down to here sums are shown at an exact step
 constexpr char kOtherState[] =
-    "the ranks hand over different parameters (all must add the same buckets in the same order), "
+    "the ranks hand over different parameters (all must add the same ones in every step), "
     "or do not share one cut and one set of regions (load states of the same step on all)";
 constexpr double kSteepness = 0.3;  // threshold ~ budget^-0.3, when the budget itself changes
 
@@ -79,10 +80,11 @@ void intersect(SparseVector& mine, const SparseVector& delivered) {
 
 class OkTopk final : public Exchange {
  public:
-  OkTopk(const Control& control, const Layout& layout) : control_(control), regions_(layout) {}
+  OkTopk(const Control& control, const Layout& layout)
+      : control_(control), model_(std::max<std::size_t>(1, layout.size())), regions_(layout) {}
 
-  void begin(const select::Budget& budget) override {
-    at_once_ = budget.exchanges == select::Budget::Exchanges::one;
+  void begin(const Budget& budget) override {
+    at_once_ = budget.exchanges == Budget::Exchanges::one;
     const auto wanted = std::llround(control_.ratio * static_cast<double>(budget.entries));
     k_ = std::clamp<std::size_t>(static_cast<std::size_t>(wanted), 1,
                                  std::max<std::size_t>(1, budget.model));
@@ -96,45 +98,85 @@ class OkTopk final : public Exchange {
     delivered_ = 0;
   }
 
-  void run(const Pending& pending, const SparseVector& selected, const select::Budget&,
-           Courier& courier, Delivery& delivery) override {
-    const auto pieces = reduce(pending, selected, courier);
+  Task run(const Pending& pending, const SparseVector& selected, const Budget&, Channel& channel,
+           Delivery& delivery) override {
+    Workspace& work = channel.workspace();
+    const auto regions = work.regions.take();
+    const auto sent = work.vectors.take(), reduced = work.vectors.take();
+    const auto rounding = work.vectors.take(), rounded = work.vectors.take();
+    const auto own = comm::at(channel.rank());
+    const std::size_t ranks = comm::at(channel.ranks());
+
+    // Split: afterwards `reduced` holds the sums of this rank's regions, `sent` what it sent.
+    channel.expect_same(Fingerprint()
+                            .add(k_)
+                            .add(std::bit_cast<std::uint64_t>(cut_))
+                            .add(std::bit_cast<std::uint64_t>(skew_))
+                            .add(exact_)
+                            .add(agree_),
+                        kOtherState);
+    if (agree_) {
+      const auto bounds = bounds_.take();
+      regions_.propose(pending.segments(), selected, *bounds);
+      const wire::Values given = channel.set_values(wire::Values::fp32);
+      co_await all_reduce(channel, *bounds, {});
+      channel.set_values(given);
+      regions_.learn(pending.segments(), *bounds);
+    }
+    regions_.map(pending.segments(), channel.ranks(), *regions);
+    Fingerprint ends;
+    for (const Regions::Piece& piece : regions->pieces) ends.add(piece.end);
+    channel.expect_same(ends, kOtherState);
+    outgoing_.resize(ranks);
+    split(selected, regions->pieces, outgoing_);
+    const auto to_owners = channel.send_to_each(outgoing_, *regions, rounded_);
+    work.adder.add(rounded_, pending.size(), *sent);
+    rounded->assign(outgoing_[own]);
+    co_await channel.arrival(to_owners);
+    channel.read_from_each(to_owners, *regions, *rounded, work.incoming);
+    work.adder.add(work.incoming, pending.size(), *reduced);
+
+    // Cut.
     bool crowded = skew_ > control_.balance;
-    shown_.clear();
+    rounding->clear();
     if (exact_ && at_once_) {
-      global_.find(reduced_, k_, courier);
+      co_await global_.find(*reduced, k_, channel);
       append_if(
-          reduced_, [&](Index i, float value) { return global_.keeps(i, value); }, shown_);
+          *reduced, [&](Index i, float value) { return global_.keeps(i, value); }, *rounding);
       crowded = skew_of(global_.counts()) > control_.balance;
     } else {
-      append_if(reduced_, at_least(exact_ ? kShown * cut_ : cut_), shown_);
+      append_if(*reduced, at_least(exact_ ? kShown * cut_ : cut_), *rounding);
     }
-    rounding_.assign(shown_);
-    std::vector<SparseVector>* parts = &parts_;
-    if (control_.balance > 0 && crowded && courier.ranks() > 1) {
-      for (SparseVector& part : outgoing_) part.reserve(shown_.indices.capacity());
-      deal_out(shown_, pieces, static_cast<std::size_t>(courier.rank()), courier.values_per_scale(),
-               outgoing_);
-      courier.all_gather_spread(outgoing_, pieces, spread_);
-      adder_.add(outgoing_, pending.size(), shown_);
-      parts = &spread_;
+
+    // Gather.
+    if (control_.balance > 0 && crowded && ranks > 1) {
+      deal_out(*rounding, regions->pieces, own, channel.values_per_scale(), outgoing_);
+      const auto to_carriers = channel.send_to_carriers(outgoing_, *regions, rounded_);
+      work.adder.add(rounded_, pending.size(), *rounded);
+      co_await channel.arrival(to_carriers);
+      const auto to_all = channel.carry_to_all(to_carriers);
+      co_await channel.arrival(to_all);
+      channel.read_carried(to_all, *regions, *rounded, work.incoming);
     } else {
-      courier.all_gather(shown_, pieces, parts_);
+      const auto to_all = channel.send_to_all(regions->owned[own], *rounding, *rounded);
+      co_await channel.arrival(to_all);
+      channel.read_from_all(
+          to_all, [&](int r) { return wire::Pieces(regions->owned[comm::at(r)]); }, *rounded,
+          work.incoming);
     }
-    take_from(shown_, rounding_);
+    take_from(*rounded, *rounding);
+    work.adder.add(work.incoming, pending.size(), shown_);
+    remember(shown_);
+    delivery.sum.clear();
     if (exact_ && !at_once_) {
-      adder_.add(*parts, pending.size(), shown_);
-      delivery.sum.clear();
       append_if(shown_, at_least(cut_), delivery.sum);
-      remember(shown_);
     } else {
-      adder_.add(*parts, pending.size(), delivery.sum);
-      remember(delivery.sum);
+      delivery.sum.assign(shown_);
     }
-    settle(pending.size(), delivery);
+    settle(pending.size(), *sent, *rounding, work.adder, delivery);
     delivered_ += static_cast<double>(delivery.sum.size());
-    counts_.resize(static_cast<std::size_t>(courier.ranks()));
-    count_by_owner(delivery.sum, pieces, counts_);
+    counts_.resize(ranks);
+    count_by_owner(delivery.sum, regions->pieces, counts_);
   }
 
   Cost cost(double k, double, int ranks) const override {
@@ -162,7 +204,7 @@ class OkTopk final : public Exchange {
 
   void visit(StateVisitor& visitor) override {
     visit_number(visitor, "ok_topk.threshold", threshold_, state_range::kThreshold);
-    visit_number(visitor, "ok_topk.budget", last_k_, state_range::kEntries);
+    visit_number(visitor, "ok_topk.budget", last_k_, state_range::entries_of(model_));
     visit_number(visitor, "ok_topk.due", due_, state_range::kFlag);
     visit_number(visitor, "ok_topk.skew", skew_, {0, 0x1p32});
     visit_number(visitor, "ok_topk.agreed", agreed_, state_range::kFlag);
@@ -180,33 +222,6 @@ class OkTopk final : public Exchange {
     return total > 0 ? largest * static_cast<double>(counts.size()) / total : 0;
   }
 
-  // Split: afterwards reduced_ holds the sums of this rank's regions, sent_ what this rank sent.
-  std::span<const Regions::Piece> reduce(const Pending& pending, const SparseVector& selected,
-                                         Courier& courier) {
-    courier.expect_same(Fingerprint()
-                            .add(k_)
-                            .add(std::bit_cast<std::uint64_t>(cut_))
-                            .add(std::bit_cast<std::uint64_t>(skew_))
-                            .add(exact_)
-                            .add(agree_),
-                        kOtherState);
-    if (agree_) {
-      regions_.propose(pending.segments(), selected, shown_);
-      courier.all_gather_exact(shown_, parts_);
-      regions_.learn(pending.segments(), parts_);
-    }
-    const auto pieces = regions_.pieces(pending.segments(), courier.ranks());
-    Fingerprint bounds;
-    for (const Regions::Piece& piece : pieces) bounds.add(piece.end);
-    courier.expect_same(bounds, kOtherState);
-    outgoing_.resize(static_cast<std::size_t>(courier.ranks()));
-    split(selected, pieces, outgoing_);
-    courier.all_to_all(outgoing_, pieces, parts_);
-    adder_.add(outgoing_, pending.size(), sent_);
-    adder_.add(parts_, pending.size(), reduced_);
-    return pieces;
-  }
-
   void remember(const SparseVector& shown) {
     const std::size_t before = magnitudes_.size();
     make_room(magnitudes_, before + shown.size());
@@ -214,12 +229,13 @@ class OkTopk final : public Exchange {
   }
 
   // What this rank sent and everyone got; as owner, also the rounding of what everyone got.
-  void settle(Index universe, Delivery& delivery) {
-    intersect(sent_, delivery.sum);
-    intersect(rounding_, delivery.sum);
-    settling_[0].assign(sent_);
-    settling_[1].assign(rounding_);
-    adder_.add(settling_, universe, delivery.settled);
+  void settle(Index universe, SparseVector& sent, SparseVector& rounding, Adder& adder,
+              Delivery& delivery) {
+    intersect(sent, delivery.sum);
+    intersect(rounding, delivery.sum);
+    settling_[0].assign(sent);
+    settling_[1].assign(rounding);
+    adder.add(settling_, universe, delivery.settled);
   }
 
   // Between exact steps. Where too many were delivered, everyone has seen the k-th of them; the
@@ -235,9 +251,10 @@ class OkTopk final : public Exchange {
   }
 
   Control control_;
+  std::size_t model_;  // entries
   Regions regions_;
   GlobalCut global_;
-  Adder adder_;
+  Pool<Buffer<float>> bounds_;
 
   // The open step.
   std::size_t k_ = 1;     // entries of the sum that should survive
@@ -249,8 +266,9 @@ class OkTopk final : public Exchange {
   double delivered_ = 0;
   std::vector<double> counts_;  // delivered, by owner
   Buffer<float> magnitudes_;    // of all sums that everyone saw
-  std::vector<SparseVector> outgoing_, parts_, spread_;
-  SparseVector sent_, reduced_, rounding_, shown_;
+  // Not kept across a wait:
+  Parts outgoing_, rounded_;
+  SparseVector shown_;
   std::array<SparseVector, 2> settling_;
 
   // For the next step.

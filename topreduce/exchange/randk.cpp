@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "topreduce/catalog.h"
+#include "topreduce/exchange/all_reduce.h"
 #include "topreduce/random.h"
 
 namespace topreduce::exchange {
@@ -17,8 +18,8 @@ namespace {
 
 class RandK final : public Exchange {
  public:
-  void run(const Pending& pending, const SparseVector&, const select::Budget& budget,
-           Courier& courier, Delivery& delivery) override {
+  Task run(const Pending& pending, const SparseVector&, const Budget& budget, Channel& channel,
+           Delivery& delivery) override {
     // An interval of a segment meets at most two stretches more than its share; a turn makes two.
     const std::size_t most =
         pending.size() * budget.entries / std::max<std::size_t>(1, budget.model) +
@@ -31,7 +32,7 @@ class RandK final : public Exchange {
     delivery.sum.resize(indices.size());
     pending.gather(indices, delivery.sum.values);
     delivery.settled.assign(delivery.sum);
-    courier.all_reduce(pending, indices, delivery.sum.values, delivery.settled.values);
+    co_await all_reduce(channel, pending, indices, delivery.sum.values, delivery.settled.values);
   }
 
   Cost cost(double k, double, int ranks) const override {
@@ -40,7 +41,7 @@ class RandK final : public Exchange {
 
  private:
   // Appends the drawn entries of one segment, ascending.
-  static void draw(const Segment& segment, const select::Budget& budget, Buffer<Index>& indices) {
+  static void draw(const Segment& segment, const Budget& budget, Buffer<Index>& indices) {
     if (segment.size() == 0) return;
     const std::uint64_t n = budget.model, k = budget.entries;
     const RandomStream stream(budget.seed, budget.step, RandomStream::Purpose::places);

@@ -1,6 +1,7 @@
 #include "topreduce/exchange/regions.h"
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 
 #include "topreduce/errors.h"
@@ -53,43 +54,41 @@ Regions::Regions(const Layout& layout) {
 }
 
 void Regions::propose(std::span<const Segment> segments, const SparseVector& entries,
-                      SparseVector& proposal) const {
-  proposal.resize(segments.size() * (kParts - 1));
-  std::ranges::fill(proposal.values, 1.0f);
-  std::size_t out = 0, first = 0;
+                      Buffer<float>& sums) const {
+  make_room(sums, segments.size() * kParts);
+  sums.assign(segments.size() * kParts, 0.0f);
+  float* out = sums.data();
+  std::size_t first = 0;
   for (const Segment& segment : segments) {
     const std::size_t last = end_of(segment, entries, first), count = last - first;
-    for (std::size_t i = 1; i < kParts && count >= kParts; ++i) {
-      proposal.indices[out++] = entries.indices[first + count * i / kParts];
+    if (count >= kParts) {
+      for (std::size_t i = 1; i < kParts; ++i) {
+        const Index place = entries.indices[first + count * i / kParts] - segment.start;
+        out[i - 1] =
+            static_cast<float>(static_cast<double>(place) / static_cast<double>(segment.size()));
+      }
+      out[kParts - 1] = 1;
     }
+    out += kParts;
     first = last;
   }
-  proposal.resize(out);
 }
 
-void Regions::learn(std::span<const Segment> segments, std::span<const SparseVector> proposals) {
-  std::array<std::uint64_t, kParts - 1> sums;
+void Regions::learn(std::span<const Segment> segments, std::span<const float> sums) {
   for (const Segment& segment : segments) {
-    sums.fill(0);
-    std::uint64_t voices = 0;
-    for (std::size_t r = 0; r < proposals.size(); ++r) {
-      const SparseVector& proposal = proposals[r];
-      const auto at = std::ranges::lower_bound(proposal.indices, segment.start);
-      const auto first = static_cast<std::size_t>(at - proposal.indices.begin());
-      const std::size_t count = end_of(segment, proposal, first) - first;
-      if (count == 0) continue;
-      if (count != sums.size()) {
-        throw WireError("rank " + std::to_string(r) + " proposes " + std::to_string(count) +
-                        " boundaries, expected " + std::to_string(sums.size()));
+    const auto voices = static_cast<double>(sums[kParts - 1]);
+    const auto size = static_cast<double>(segment.size());
+    double before = 0;
+    for (std::size_t i = 0; i + 1 < kParts && voices > 0; ++i) {
+      const double place = std::floor(static_cast<double>(sums[i]) / voices * size);
+      if (!(place >= before && place <= size)) {
+        throw WireError("boundaries of regions: " + std::to_string(place) + " follows " +
+                        std::to_string(before) + " in a parameter of " + std::to_string(size) +
+                        " entries");
       }
-      for (std::size_t i = 0; i < sums.size(); ++i) {
-        sums[i] += proposal.indices[first + i] - segment.start;
-      }
-      ++voices;
+      learnt_[i][segment.parameter] = before = place;
     }
-    for (std::size_t i = 0; i < sums.size() && voices > 0; ++i) {
-      learnt_[i][segment.parameter] = static_cast<double>(sums[i] / voices);
-    }
+    sums = sums.subspan(kParts);
   }
 }
 
@@ -99,9 +98,11 @@ std::size_t Regions::bound(const Segment& segment, std::size_t i) const {
   return std::min(static_cast<std::size_t>(learnt_[i - 1][segment.parameter]), segment.size());
 }
 
-std::span<const Regions::Piece> Regions::pieces(std::span<const Segment> segments, int ranks) {
-  pieces_.clear();
+void Regions::map(std::span<const Segment> segments, int ranks, RegionMap& map) const {
   const auto parts = static_cast<std::size_t>(ranks);
+  map.pieces.clear();
+  map.owned.resize(parts);
+  for (auto& pieces : map.owned) pieces.clear();
   for (const Segment& segment : segments) {
     Index begin = segment.start;
     for (std::size_t r = 0; r < parts; ++r) {
@@ -110,11 +111,12 @@ std::span<const Regions::Piece> Regions::pieces(std::span<const Segment> segment
       std::size_t end = bound(segment, whole);
       if (rest > 0) end += (bound(segment, whole + 1) - end) * rest / parts;
       const Index next = segment.start + static_cast<Index>(end);
-      pieces_.push_back({begin, next, (r + segment.parameter) % parts, segment.parameter});
+      const std::size_t owner = (r + segment.parameter) % parts;
+      map.pieces.push_back({begin, next, owner, segment.parameter});
+      map.owned[owner].push_back({begin, next});
       begin = next;
     }
   }
-  return pieces_;
 }
 
 void Regions::visit(std::string_view name, StateVisitor& visitor) {

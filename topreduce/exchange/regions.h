@@ -7,6 +7,7 @@
 #include "topreduce/pending.h"
 #include "topreduce/sparse_vector.h"
 #include "topreduce/state.h"
+#include "topreduce/wire/message.h"
 
 namespace topreduce::exchange {
 
@@ -18,8 +19,8 @@ namespace topreduce::exchange {
 /// Cutting parameters rather than buckets keeps owners independent of the bucket cut. Regions have
 /// equal widths until the ranks have told each other where their entries lie: then they hold about
 /// equally many. What is learnt are the places that cut each parameter's entries into kParts equal
-/// parts, averaged over the ranks; between them boundaries are interpolated, so they serve any
-/// number of ranks.
+/// parts, averaged over the ranks by an all-reduce; between them boundaries are interpolated, so
+/// they serve any number of ranks.
 class Regions {
  public:
   struct Piece {
@@ -32,16 +33,16 @@ class Regions {
   /// A step starts: forget what was learnt but not committed.
   void begin() { learnt_ = kept_; }
 
-  /// Replaces `proposal` with the places that cut each parameter's entries into equal
-  /// parts; none for a parameter with too few.
+  /// Replaces `sums` with the places that cut each parameter's entries into equal parts, as shares
+  /// of the parameter, and 1 behind them; zeros for a parameter with too few entries.
   void propose(std::span<const Segment> segments, const SparseVector& entries,
-               SparseVector& proposal) const;
-  /// Adopts the mean of all ranks' proposals, for this step and, once committed, for later ones.
-  /// Throws WireError for what `propose` cannot have made.
-  void learn(std::span<const Segment> segments, std::span<const SparseVector> proposals);
+               Buffer<float>& sums) const;
+  /// Adopts the mean of all ranks' proposals, which are added up in `sums`: for this step and, once
+  /// committed, for later ones. Throws WireError for what cannot be a sum of proposals.
+  void learn(std::span<const Segment> segments, std::span<const float> sums);
 
-  /// The exchange cut into pieces, ascending. Valid until the next call.
-  std::span<const Piece> pieces(std::span<const Segment> segments, int ranks);
+  /// Cuts an exchange into regions.
+  void map(std::span<const Segment> segments, int ranks, struct RegionMap& map) const;
 
   void commit() { kept_ = learnt_; }
   void visit(std::string_view name, StateVisitor& visitor);
@@ -55,7 +56,12 @@ class Regions {
 
   std::vector<double> sizes_;  // of the parameters
   Bounds kept_, learnt_;
-  std::vector<Piece> pieces_;
+};
+
+/// An exchange cut into regions.
+struct RegionMap {
+  std::vector<Regions::Piece> pieces;           ///< ascending
+  std::vector<std::vector<wire::Piece>> owned;  ///< by rank
 };
 
 /// Replaces outgoing[r] with the entries in the pieces of rank r.

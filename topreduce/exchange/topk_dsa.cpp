@@ -24,20 +24,34 @@ class TopkDsa final : public Exchange {
  public:
   explicit TopkDsa(const Layout& layout) : regions_(layout) {}
 
-  void run(const Pending& pending, const SparseVector& selected, const select::Budget&,
-           Courier& courier, Delivery& delivery) override {
-    const auto pieces = regions_.pieces(pending.segments(), courier.ranks());
-    const auto ranks = static_cast<std::size_t>(courier.ranks());
-    outgoing_.resize(ranks);
-    split(selected, pieces, outgoing_);
-    courier.all_to_all(outgoing_, pieces, parts_);
-    adder_.add(outgoing_, pending.size(), settling_[0]);
-    adder_.add(parts_, pending.size(), reduced_);
-    settling_[1].assign(reduced_);
-    courier.all_gather(reduced_, pieces, parts_);
-    take_from(reduced_, settling_[1]);  // the rounding of its sums is the owner's
-    adder_.add(settling_, pending.size(), delivery.settled);
-    adder_.add(parts_, pending.size(), delivery.sum);
+  Task run(const Pending& pending, const SparseVector& selected, const Budget&, Channel& channel,
+           Delivery& delivery) override {
+    Workspace& work = channel.workspace();
+    const auto regions = work.regions.take();
+    const auto sent = work.vectors.take(), rounding = work.vectors.take();
+    const auto rounded = work.vectors.take();
+    regions_.map(pending.segments(), channel.ranks(), *regions);
+    outgoing_.resize(comm::at(channel.ranks()));
+    split(selected, regions->pieces, outgoing_);
+    const auto to_owners = channel.send_to_each(outgoing_, *regions, rounded_);
+    work.adder.add(rounded_, pending.size(), *sent);
+    rounding->assign(outgoing_[comm::at(channel.rank())]);
+    co_await channel.arrival(to_owners);
+
+    channel.read_from_each(to_owners, *regions, *rounding, work.incoming);
+    work.adder.add(work.incoming, pending.size(), *rounding);
+    const auto to_all =
+        channel.send_to_all(regions->owned[comm::at(channel.rank())], *rounding, *rounded);
+    take_from(*rounded, *rounding);  // the rounding of its sums is the owner's
+    co_await channel.arrival(to_all);
+
+    channel.read_from_all(
+        to_all, [&](int r) { return wire::Pieces(regions->owned[comm::at(r)]); }, *rounded,
+        work.incoming);
+    work.adder.add(work.incoming, pending.size(), delivery.sum);
+    settling_[0].assign(*sent);
+    settling_[1].assign(*rounding);
+    work.adder.add(settling_, pending.size(), delivery.settled);
   }
 
   Cost cost(double k, double size, int ranks) const override {
@@ -48,9 +62,8 @@ class TopkDsa final : public Exchange {
 
  private:
   Regions regions_;
-  Adder adder_;
-  std::vector<SparseVector> outgoing_, parts_;
-  SparseVector reduced_;
+  // Not kept across a wait:
+  Parts outgoing_, rounded_;
   std::array<SparseVector, 2> settling_;  // what was sent; what rounding changed
 };
 

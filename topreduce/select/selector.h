@@ -1,23 +1,11 @@
 #pragma once
 
-#include <cstdint>
-
+#include "topreduce/budget.h"
 #include "topreduce/layout.h"
 #include "topreduce/pending.h"
 #include "topreduce/state.h"
 
 namespace topreduce::select {
-
-/// What a step may spend, over the whole model. Only the Reducer decides it.
-struct Budget {
-  std::uint64_t step = 0;
-  std::uint64_t seed = 0;
-  std::size_t entries = 0;  ///< k: entries that this rank should send in this step
-  std::size_t model = 0;    ///< n: entries it chooses from, over all exchanges of the step
-  double density = 1;       ///< k / n before k was rounded
-  /// Whether a step is one exchange for the whole model, or one for each bucket as it comes.
-  enum class Exchanges { one, many } exchanges = Exchanges::many;
-};
 
 /// Chooses alone, without the network, which entries this rank sends. Choosing is choosing a
 /// threshold; what is kept between steps changes in `commit` only, so a failed step leaves no

@@ -35,7 +35,7 @@ class Sync:
         """What the last step cost this rank, and what it moved."""
         if self._steps.history:
             return dict(self._steps.history[-1])
-        return self._steps.record(self._reducer.stats, self._reducer.density, 0.0)
+        return self._steps.record(self._reducer.stats, self._reducer.density)
 
     def history(self) -> list[dict[str, Any]]:
         """`stats()` of the last 1000 steps, oldest first."""
@@ -47,12 +47,6 @@ class Sync:
         `step`: where the points stand; None for the number of the step.
         """
         report.write(self.stats(), writer, step)
-
-    def hint(self) -> str | None:
-        """What to change if DDP's bucket sizes leave little to overlap; None if all is well."""
-        if self._comm.ledgers == 1 or self._reducer.spec["granularity"] != "bucket":
-            return None
-        return report.hint(self._steps.bucket_bytes or [0])
 
     def configure(self, **changes: object) -> None:
         """Changes settings from the next step on, e.g. density=0.001; what is owed stays.
@@ -109,11 +103,11 @@ class Sync:
             )
 
     def __repr__(self) -> str:
-        reducer, comm, hint = self._reducer, self._comm, self.hint()
+        reducer, comm = self._reducer, self._comm
         return (
             f"<topreduce.torch.Sync: {self._condition()}, {comm.title}, "
             f"{reducer.layout.size} entries, step {reducer.step}; "
-            f"{report.cost(self.stats(), comm.ledgers)}{f'; hint: {hint}' if hint else ''}>"
+            f"{report.cost(self.stats(), comm.ledgers)}>"
         )
 
     def _condition(self) -> str:

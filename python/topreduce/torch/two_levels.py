@@ -82,7 +82,7 @@ class _OnTwoLevels(Reducer):
     def attend(
         self, unused: Sequence[int] = (), presence: str = "present", divisor: str = "ranks"
     ) -> None:
-        self._attendance = self._note(unused, presence, divisor)
+        self._attendance |= self._note(unused, presence, divisor)
 
     def abandon(self) -> None:
         super().abandon()

@@ -1,0 +1,299 @@
+#include "topreduce/exchange/channel.h"
+
+#include <algorithm>
+#include <array>
+#include <string>
+
+#include "topreduce/wire/payload.h"
+
+namespace topreduce::exchange {
+
+using comm::at;
+
+void Channel::open(Communicator& comm, const Subject& subject, const Pending& pending,
+                   StepStats& stats, Workspace& workspace) {
+  comm_ = &comm;
+  stats_ = &stats;
+  threads_ = &Threads::none();
+  workspace_ = &workspace;
+  subject_ = subject;
+  values_ = subject.values;
+  contents_ = Fingerprint().add(subject.parameters).add(pending.size()).long_value();
+  disagreement_ = wire::Identity().disagreement;
+  parameters_.clear();
+  for (const Segment& segment : pending.segments()) {
+    parameters_.push_back({segment.start, segment.start + static_cast<Index>(segment.size())});
+  }
+  rounds_ = 0;
+  finite_ = true;
+  waiting_ = {};
+}
+
+void Channel::expect_same(const Fingerprint& choice, const char* disagreement) {
+  contents_ = Fingerprint().add(contents_).add(choice.long_value()).long_value();
+  disagreement_ = disagreement;
+}
+
+wire::Identity Channel::identity() const {
+  return {.origin = Fingerprint()
+                        .add(subject_.run)
+                        .add(subject_.step)
+                        .add(static_cast<std::uint64_t>(values_))
+                        .long_value(),
+          .contents = contents_,
+          .disagreement = disagreement_};
+}
+
+void Channel::refuse(int from, const char* what) const {
+  throw WireError("rank " + std::to_string(rank()) + ", step " + std::to_string(subject_.step) +
+                  ", bucket of parameter " + std::to_string(subject_.exchange) +
+                  ", message from rank " + std::to_string(from) + ": " + what);
+}
+
+// ---- rounds ------------------------------------------------------------------------------------
+
+Channel::Round Channel::next_round(std::size_t messages) {
+  if (ranks() > 1) ++stats_->rounds;
+  return {{subject_.exchange, rounds_++}, messages};
+}
+
+Channel::Round Channel::open_round() {
+  const Round round = next_round(at(ranks() - 1));
+  for (int r = 0; r < ranks(); ++r) {
+    if (r != rank()) comm_->expect(round.tag, r);
+  }
+  return round;
+}
+
+void Channel::post(const Round& round, int to, std::span<const std::byte> payload) {
+  comm_->post(to, round.tag, wire::seal(identity(), round.tag.round, payload), payload);
+}
+
+std::span<const std::byte> Channel::payload(const Round& round, int from) const {
+  try {
+    return wire::open(identity(), round.tag.round, comm_->message(round.tag, from));
+  } catch (const WireError& error) {
+    refuse(from, error.what());
+  }
+}
+
+// The fingerprint of the contents travels as numbers and their squares: the mean of squares is the
+// square of the mean only if all ranks have the same.
+void Channel::reduce_natively(Buffer<float>& scratch, std::span<float> values) {
+  if (ranks() == 1) return;
+  constexpr std::size_t kWords = 2;
+  const std::uint64_t hash = Fingerprint().add(contents_).add(values.size()).value();
+  scratch.assign(values.begin(), values.end());
+  std::array<float, 2 * kWords> numbers;
+  for (std::size_t i = 0; i < kWords; ++i) {
+    numbers[2 * i] = static_cast<float>(hash >> 8 * i & 0xff);
+    numbers[2 * i + 1] = numbers[2 * i] * numbers[2 * i];
+  }
+  scratch.insert(scratch.end(), numbers.begin(), numbers.end());
+  {
+    Stopwatch watch(seconds(Stage::network));
+    ++stats_->rounds;
+    comm_->native_all_reduce(scratch);
+  }
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    if (scratch[values.size() + i] == numbers[i] * static_cast<float>(ranks())) continue;
+    throw WireError("rank " + std::to_string(rank()) + ", step " + std::to_string(subject_.step) +
+                    ", bucket of parameter " + std::to_string(subject_.exchange) + ": " +
+                    disagreement_);
+  }
+  std::copy_n(scratch.begin(), values.size(), values.begin());
+}
+
+// ---- entries -----------------------------------------------------------------------------------
+
+void Channel::encode(wire::Pieces pieces, const SparseVector& entries, SparseVector& rounded,
+                     Bytes& out) {
+  finite_ = wire::encode_entries(values_, pieces, entries, out, rounded) && finite_;
+}
+
+void Channel::decode(wire::Pieces pieces, std::span<const std::byte> payload,
+                     SparseVector& entries) const {
+  wire::decode_entries(values_, pieces, payload, entries);
+}
+
+void Channel::decode_from(int from, wire::Pieces pieces, std::span<const std::byte> payload,
+                          SparseVector& entries) const {
+  try {
+    decode(pieces, payload, entries);
+  } catch (const WireError& error) {
+    refuse(from, error.what());
+  }
+}
+
+Channel::Round Channel::send_to_all(wire::Pieces pieces, const SparseVector& mine,
+                                    SparseVector& rounded) {
+  if (ranks() == 1) {
+    rounded.assign(mine);
+    return next_round(0);
+  }
+  Stopwatch watch(seconds(Stage::pack));
+  workspace_->payload.clear();
+  encode(pieces, mine, rounded, workspace_->payload);
+  return send_payload_to_all(workspace_->payload);
+}
+
+Channel::Round Channel::send_payload_to_all(std::span<const std::byte> payload) {
+  const Round round = open_round();
+  if (ranks() == 1) return round;
+  const wire::Seal seal = wire::seal(identity(), round.tag.round, payload);
+  for (int turn = 1; turn < ranks(); ++turn) {  // not everyone to the same rank at once
+    comm_->post((rank() + turn) % ranks(), round.tag, seal, payload);
+  }
+  return round;
+}
+
+Channel::Round Channel::send_to_each(std::span<const SparseVector> outgoing,
+                                     const RegionMap& regions, Parts& rounded) {
+  Stopwatch watch(seconds(Stage::pack));
+  const Round round = open_round();
+  rounded.resize(at(ranks()));
+  for (int r = 0; r < ranks(); ++r) {
+    if (r == rank()) {
+      rounded[at(r)].assign(outgoing[at(r)]);
+      continue;
+    }
+    workspace_->payload.clear();
+    encode(regions.owned[at(r)], outgoing[at(r)], rounded[at(r)], workspace_->payload);
+    post(round, r, workspace_->payload);
+  }
+  return round;
+}
+
+void Channel::read_from_each(const Round& round, const RegionMap& regions, const SparseVector& own,
+                             Parts& parts) {
+  read_from_all(
+      round, [&](int) { return wire::Pieces(regions.owned[at(rank())]); }, own, parts);
+}
+
+// A carrier's message: for each rank of whom it has entries, its number, bytes, and the payload as
+// it came.
+Channel::Round Channel::send_to_carriers(std::span<const SparseVector> outgoing,
+                                         const RegionMap& regions, Parts& rounded) {
+  Stopwatch watch(seconds(Stage::pack));
+  const Round round = open_round();
+  const wire::Pieces mine = regions.owned[at(rank())];
+  rounded.resize(at(ranks()));
+  carried_.clear();
+  for (int turn = 0; turn < ranks(); ++turn) {
+    const int r = (rank() + turn) % ranks();
+    Bytes& payload = workspace_->payload;
+    payload.clear();
+    rounded[at(r)].clear();
+    if (!outgoing[at(r)].empty()) encode(mine, outgoing[at(r)], rounded[at(r)], payload);
+    if (r == rank()) {
+      carry(r, payload);
+    } else {
+      post(round, r, payload);
+    }
+  }
+  return round;
+}
+
+void Channel::carry(int sender, std::span<const std::byte> payload) {
+  if (payload.empty()) return;
+  comm::append_varint(carried_, at(sender));
+  comm::append_varint(carried_, payload.size());
+  make_room(carried_, carried_.size() + payload.size());
+  carried_.insert(carried_.end(), payload.begin(), payload.end());
+}
+
+Channel::Round Channel::carry_to_all(const Round& came) {
+  for (int r = 0; r < ranks(); ++r) {
+    if (r != rank()) carry(r, payload(came, r));
+  }
+  close(came);
+  return send_payload_to_all(carried_);
+}
+
+void Channel::read_carried(const Round& round, const RegionMap& regions, const SparseVector& own,
+                           Parts& parts) {
+  Stopwatch watch(seconds(Stage::unpack));
+  const auto some = workspace_->vectors.take();
+  const auto sums = workspace_->parts.take();  // of each sender so far, and what comes next
+  parts.resize(at(ranks()));
+  for (SparseVector& part : parts) part.clear();
+  sums->resize(2);
+  for (int carrier = 0; carrier < ranks(); ++carrier) {
+    auto rest = carrier == rank() ? std::span<const std::byte>(carried_) : payload(round, carrier);
+    while (!rest.empty()) {
+      std::uint64_t sender, bytes;
+      if (!comm::read_varint(rest, sender) || !comm::read_varint(rest, bytes) ||
+          sender >= at(ranks()) || bytes > rest.size()) {
+        refuse(carrier, "message: it carries what cannot be read");
+      }
+      if (sender != at(rank())) {
+        decode_from(carrier, regions.owned[sender], rest.first(bytes), *some);
+        // A sender's parts do not overlap; they come in no order.
+        (*sums)[0].assign(parts[sender]);
+        (*sums)[1].assign(*some);
+        workspace_->adder.add(*sums, regions.pieces.back().end, parts[sender]);
+      }
+      rest = rest.subspan(bytes);
+    }
+  }
+  close(round);
+  parts[at(rank())].assign(own);
+}
+
+Channel::Round Channel::send(int to, const SparseVector& mine, SparseVector& rounded, int from) {
+  Stopwatch watch(seconds(Stage::pack));
+  workspace_->payload.clear();
+  if (to != kNobody) encode(parameters_, mine, rounded, workspace_->payload);
+  return send_payload(to, workspace_->payload, from);
+}
+
+Channel::Round Channel::send_payload(int to, std::span<const std::byte> payload, int from) {
+  const Round round = next_round(from == kNobody ? 0 : 1);
+  if (from != kNobody) comm_->expect(round.tag, from);
+  if (to != kNobody) post(round, to, payload);
+  return round;
+}
+
+void Channel::read(const Round& round, int from, SparseVector& entries) {
+  Stopwatch watch(seconds(Stage::unpack));
+  decode_from(from, parameters_, payload(round, from), entries);
+}
+
+// ---- values ------------------------------------------------------------------------------------
+
+void Channel::post_values(const Round& round, int to, std::span<const std::size_t> lengths,
+                          std::span<const float> values, std::span<float> rounded) {
+  workspace_->payload.clear();
+  finite_ = wire::encode_values(values_, lengths, values, workspace_->payload, rounded) && finite_;
+  if (to != kNobody) return post(round, to, workspace_->payload);
+}
+
+void Channel::post_values_to_all(const Round& round, std::span<const std::size_t> lengths,
+                                 std::span<const float> values, std::span<float> rounded) {
+  post_values(round, kNobody, lengths, values, rounded);
+  const wire::Seal seal = wire::seal(identity(), round.tag.round, workspace_->payload);
+  for (int turn = 1; turn < ranks(); ++turn) {
+    comm_->post((rank() + turn) % ranks(), round.tag, seal, workspace_->payload);
+  }
+}
+
+void Channel::read_values(const Round& round, int from, std::span<const std::size_t> lengths,
+                          std::span<float> values) {
+  const auto bytes = payload(round, from);
+  try {
+    wire::decode_values(values_, lengths, bytes, values);
+  } catch (const WireError& error) {
+    refuse(from, error.what());
+  }
+}
+
+void take_from(const SparseVector& rounded, SparseVector& exact) {
+  std::size_t next = 0;
+  for (std::size_t i = 0; i < exact.size(); ++i) {
+    const bool there = next < rounded.size() && rounded.indices[next] == exact.indices[i];
+    exact.values[i] = (there ? rounded.values[next] : 0.0f) - exact.values[i];
+    next += there ? 1 : 0;
+  }
+}
+
+}  // namespace topreduce::exchange

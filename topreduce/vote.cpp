@@ -1,0 +1,176 @@
+#include "topreduce/vote.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "topreduce/fingerprint.h"
+#include "topreduce/wire/little_endian.h"
+#include "topreduce/wire/seal.h"
+
+namespace topreduce {
+namespace {
+
+constexpr std::uint32_t kVote = 0xfffffffe;  // the exchange that its messages belong to
+constexpr int kRadix = 8;
+
+constexpr std::uint32_t kNotFinite = 1, kAsks = 2;    // in a word
+constexpr std::byte kJoined{1}, kDivideByPresent{2};  // in an attendance
+
+// What travels; merged with others it says what all of them say.
+struct Word {
+  std::uint32_t flags = 0;
+  float least_scale = std::numeric_limits<float>::infinity();
+  float largest_scale = 0;
+  std::uint32_t least_sums = 0, largest_sums = 0;
+
+  static constexpr std::size_t kBytes = 20;
+
+  void merge(const Word& other) {
+    flags |= other.flags;
+    least_scale = std::min(least_scale, other.least_scale);
+    largest_scale = std::max(largest_scale, other.largest_scale);
+    least_sums = std::min(least_sums, other.least_sums);
+    largest_sums = std::max(largest_sums, other.largest_sums);
+  }
+  std::array<std::byte, kBytes> pack() const {
+    std::array<std::byte, kBytes> bytes;
+    wire::store(bytes.data(), flags);
+    wire::store(bytes.data() + 4, std::bit_cast<std::uint32_t>(least_scale));
+    wire::store(bytes.data() + 8, std::bit_cast<std::uint32_t>(largest_scale));
+    wire::store(bytes.data() + 12, least_sums);
+    wire::store(bytes.data() + 16, largest_sums);
+    return bytes;
+  }
+  static Word unpack(std::span<const std::byte> bytes) {
+    Word word;
+    if (bytes.size() != kBytes) throw WireError("vote: " + std::to_string(bytes.size()) + " bytes");
+    word.flags = wire::load<std::uint32_t>(bytes.data());
+    word.least_scale = std::bit_cast<float>(wire::load<std::uint32_t>(bytes.data() + 4));
+    word.largest_scale = std::bit_cast<float>(wire::load<std::uint32_t>(bytes.data() + 8));
+    word.least_sums = wire::load<std::uint32_t>(bytes.data() + 12);
+    word.largest_sums = wire::load<std::uint32_t>(bytes.data() + 16);
+    if (!(word.least_scale > 0) || !(word.largest_scale >= 0)) {
+      throw WireError("vote: a loss scale is not a positive number");
+    }
+    return word;
+  }
+};
+
+std::size_t byte_of(std::size_t parameter) {
+  return parameter / 8;
+}
+
+std::byte bit_of(std::size_t parameter) {
+  return std::byte{1} << parameter % 8;
+}
+
+}  // namespace
+
+void StepVote::begin(std::size_t parameters, int ranks) {
+  parameters_ = parameters;
+  divisor_ = ranks;
+  all_used_ = finite_ = true;
+  asks_ = false;
+  loss_scale_ = 0;
+  mine_.assign(1 + (parameters + 7) / 8, std::byte{0});
+}
+
+void StepVote::note(const Attendance& attendance) {
+  const bool joined = attendance.presence == Attendance::Presence::joined;
+  asks_ = asks_ || joined || !attendance.unused.empty();
+  if (joined) std::fill(mine_.begin() + 1, mine_.end(), std::byte{0xff});
+  mine_[0] |=
+      (joined ? kJoined : std::byte{0}) |
+      (attendance.divisor == Attendance::Divisor::present ? kDivideByPresent : std::byte{0});
+  for (const std::size_t id : attendance.unused) mine_[1 + byte_of(id)] |= bit_of(id);
+}
+
+// Each rank hears in every round of seven others, all of whom have heard of as many as it has:
+// after three rounds of 512 ranks.
+std::uint64_t StepVote::hold(const Ballot& ballot, Communicator& comm) {
+  Word word;
+  word.flags = (ballot.finite ? 0 : kNotFinite) | (asks_ ? kAsks : 0);
+  if (ballot.loss_scale > 0) word.least_scale = word.largest_scale = ballot.loss_scale;
+  word.least_sums = word.largest_sums = ballot.sums;
+  const wire::Identity identity{
+      .origin = Fingerprint().add(ballot.run).add(ballot.step).add(kVote).long_value()};
+  const int rank = comm.rank(), ranks = comm.size();
+  std::uint32_t rounds = 0;
+  for (int stride = 1; stride<ranks; stride = stride> ranks / kRadix ? ranks : stride * kRadix) {
+    const comm::Tag tag{kVote, rounds++};
+    const auto bytes = word.pack();
+    const wire::Seal seal = wire::seal(identity, tag.round, bytes);
+    std::size_t messages = 0;
+    for (int j = 1; j < kRadix && j * stride < ranks; ++j, ++messages) {
+      comm.expect(tag, (rank + ranks - j * stride) % ranks);
+      comm.post((rank + j * stride) % ranks, tag, seal, bytes);
+    }
+    comm.wait(tag, messages);
+    for (int j = 1; j < kRadix && j * stride < ranks; ++j) {
+      const int from = (rank + ranks - j * stride) % ranks;
+      try {
+        word.merge(Word::unpack(wire::open(identity, tag.round, comm.message(tag, from))));
+      } catch (const WireError& error) {
+        throw WireError("rank " + std::to_string(rank) + ", step " + std::to_string(ballot.step) +
+                        ", the vote of rank " + std::to_string(from) + ": " + error.what());
+      }
+    }
+    comm.release(tag);
+  }
+  if (ballot.one_scale && word.least_scale < word.largest_scale) {
+    std::ostringstream text;
+    text << "rank " << rank << ", step " << ballot.step << ": loss scales from " << word.least_scale
+         << " to " << word.largest_scale << ": give all ranks the same scaler";
+    throw WireError(text.str());
+  }
+  if (word.least_sums != word.largest_sums) {
+    throw WireError("rank " + std::to_string(rank) + ", step " + std::to_string(ballot.step) +
+                    ": the ranks have different sums; the transport's all-reduce does not give all "
+                    "of them the same bits: use reduce=ordered");
+  }
+  finite_ = (word.flags & kNotFinite) == 0;
+  loss_scale_ = word.largest_scale;
+  if ((word.flags & kAsks) != 0) {
+    hold_attendance(comm);
+    ++rounds;
+  }
+  return rounds;
+}
+
+void StepVote::hold_attendance(Communicator& comm) {
+  comm.all_gather(mine_, inbox_);
+  unused_.assign(mine_.size() - 1, std::byte{0xff});
+  int present = 0, by_present = 0;
+  for (int r = 0; r < comm.size(); ++r) {
+    const auto theirs = inbox_.from(r);
+    if (theirs.size() != mine_.size()) {
+      throw WireError("attendance: " + std::to_string(theirs.size()) + " bytes from rank " +
+                      std::to_string(r) + ", expected " + std::to_string(mine_.size()));
+    }
+    for (std::size_t i = 0; i < unused_.size(); ++i) unused_[i] &= theirs[1 + i];
+    present += (theirs[0] & kJoined) == std::byte{0} ? 1 : 0;
+    by_present += (theirs[0] & kDivideByPresent) != std::byte{0} ? 1 : 0;
+  }
+  if (by_present != 0 && by_present != comm.size()) {
+    throw std::invalid_argument(
+        "the ranks differ in what sums are divided by: " + std::to_string(by_present) + " of " +
+        std::to_string(comm.size()) + " want the number of ranks that are present");
+  }
+  divisor_ = by_present != 0 ? std::max(1, present) : comm.size();
+  all_used_ = true;
+  for (std::size_t id = 0; id < parameters_; ++id) {
+    all_used_ = all_used_ && (unused_[byte_of(id)] & bit_of(id)) == std::byte{0};
+  }
+}
+
+bool StepVote::used(std::size_t parameter) const {
+  return all_used_ || (unused_[byte_of(parameter)] & bit_of(parameter)) == std::byte{0};
+}
+
+}  // namespace topreduce
