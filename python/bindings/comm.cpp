@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -146,15 +147,17 @@ class PythonCommunicator final : public Communicator {
 
   std::size_t frame_limit() const override { return frame_limit_; }
 
-  // Long waits are rare, so this may cost a little: it lets Ctrl-C through.
+  // Long waits are rare, so this may cost a little: it lets Ctrl-C through. Time in which this
+  // process stood still does not count.
   void still_waiting(Patience::Clock::duration waited) override {
-    constexpr std::chrono::milliseconds kBetween(100);
-    if (waited < kBetween) next_call_ = kBetween;
-    if (waited < next_call_) return;
-    next_call_ = waited + kBetween;
+    constexpr std::chrono::milliseconds kBetween(100), kMost(1000);
+    if (waited < seen_) seen_ = counted_ = {};  // another wait
+    if (waited < seen_ + kBetween) return;
+    counted_ += std::min<Patience::Clock::duration>(waited - seen_, kMost);
+    seen_ = waited;
     const nb::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
-    call("still_waiting", std::chrono::duration<double>(waited).count());
+    call("still_waiting", std::chrono::duration<double>(counted_).count());
   }
 
   void misplaced(const std::string& text) const override {
@@ -181,7 +184,7 @@ class PythonCommunicator final : public Communicator {
   std::size_t frame_limit_;
   bool part_ = false;
   bool asked_ = false, polls_ = false, settles_ = false;  // what the subclass implements
-  Patience::Clock::duration next_call_{};
+  Patience::Clock::duration seen_{}, counted_{};          // of the wait
   std::mutex mutex_;
   std::optional<Places> places_;
 };

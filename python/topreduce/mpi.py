@@ -6,6 +6,7 @@ reducer.begin(comm)
 
 from __future__ import annotations
 
+import time
 import weakref
 
 import numpy as np
@@ -17,6 +18,7 @@ import topreduce
 __all__ = ["Communicator"]
 
 _Bytes = NDArray[np.uint8]
+_FOR_LONG = 3.0  # seconds
 
 
 class Communicator(topreduce.Communicator):
@@ -52,7 +54,8 @@ class Communicator(topreduce.Communicator):
             raise topreduce.CommError(f"rank {self.rank}: {error}") from error
 
     def settle(self) -> None:
-        while self._sends:
+        end = time.monotonic() + _FOR_LONG
+        while self._sends and time.monotonic() < end:
             self.receive_frames()
 
 

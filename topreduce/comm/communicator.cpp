@@ -152,8 +152,10 @@ void Communicator::wait_for_any(std::uint64_t seen) {
   if (mailbox_->version() != seen) return;
   mailbox_->check(rank_);  // what is expected since may be expected of one that is lost
   if (!receive_frames()) return mailbox_->wait(seen);
-  for (const Patience patience(spin()); mailbox_->version() == seen; receive_frames()) {
+  for (const Patience patience(spin());;) {
     patience.pause();
+    receive_frames();
+    if (mailbox_->version() != seen) return;
     still_waiting(patience.waited());
   }
 }

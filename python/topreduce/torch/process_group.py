@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -43,7 +44,7 @@ _ALL_PLACES = 1 << 22  # bytes, about, over all peers
 _LEAST_FRAME, _LARGEST_FRAME = 1 << 14, 1 << 18
 _UNTOLD = 16  # frames that are taken until their sender is told, which else hears it by the way
 _LAST_WORD = timedelta(seconds=2)  # that bytes get to leave before a connection is closed
-_LONGEST_WORD = 4000  # bytes
+_LONGEST_WORD = 2000  # letters; it must fit into a frame
 _SIGN_OF_LIFE = 1.0  # seconds of a wait, at least, between questions whether peers still live
 _TIMED_OUT = "Timed out"
 _NOTHING = np.empty(0, np.uint8)
@@ -148,7 +149,7 @@ class GroupCommunicator(Communicator):
         if failure:
             return self._lose(peer, failure)
         memory = place.numpy()
-        size, kind, taken = _HEAD.unpack_from(memory)
+        size, kind, taken = _HEAD.unpack_from(memory.data)
         if not _HEAD.size <= size < memory.size or taken > line.sent:
             line.gone = True
             return self.lose(peer, "a frame that is none of topreduce's", "damaged")
@@ -205,7 +206,7 @@ class GroupCommunicator(Communicator):
         size = _HEAD.size + frame.size
         tensor = torch.empty(size + 1, dtype=torch.uint8, device="cpu")
         memory = tensor.numpy()
-        _HEAD.pack_into(memory, 0, size, kind, line.taken)
+        _HEAD.pack_into(memory.data, 0, size, kind, line.taken)
         memory[_HEAD.size : size] = frame
         memory[size] = 1
         work, failure = attempt(lambda: self._gloo.send([tensor], peer, 0))
@@ -245,7 +246,7 @@ class GroupCommunicator(Communicator):
 
     def _give_up_waiting(self) -> None:
         """Nothing came in time: peers that wait fail at once, and say that they were here."""
-        silent = self.awaited()
+        silent = self.awaited() or self._others()
         waited = f"{_TIMED_OUT} waiting {self._timeout // timedelta(milliseconds=1)}ms"
         self._tell(_GAVE_UP, f"rank {self._names[self.rank]} gave up: CommError: {waited}")
         roll_call = self._roll_call()
@@ -261,25 +262,23 @@ class GroupCommunicator(Communicator):
 
     def _tell(self, kind: int, cause: str) -> None:
         """The last word to all peers; by the store where a connection is full."""
-        words = sendable(cause).encode()[:_LONGEST_WORD]
-        lines = [(peer, line) for peer, line in self._lines.items() if not line.gone]
-        for peer, _ in lines:
-            self._send(peer, kind, np.frombuffer(words, np.uint8))
-        failures = [
-            attempt(lambda work=line.sends[-1][1]: work.wait(_LAST_WORD))[1]
-            for _, line in sorted(lines, key=lambda each: len(each[1].sends))
-            if not line.gone
-        ]
+        word = sendable(cause)[:_LONGEST_WORD]
+        lines = {peer: line for peer, line in self._lines.items() if not line.gone}
+        for peer in lines:
+            self._send(peer, kind, np.frombuffer(word.encode(), np.uint8))
+        told = [line for line in lines.values() if not line.gone]
+        told.sort(key=lambda line: len(line.sends))  # those that will take it at once
+        failures = [attempt(partial(line.sends[-1][1].wait, _LAST_WORD))[1] for line in told]
         if any(_TIMED_OUT in failure for failure in failures):
-            with_patience(lambda: self._store.set(f"word/{self.rank}", words))
-        for _, line in lines:
+            with_patience(lambda: self._store.set(f"word/{self.rank}", word))
+        for line in told:
             line.gone = True
 
 
 def _is_whole(place: torch.Tensor) -> bool:
     """Whether a frame has come, and Gloo can be asked for it."""
     memory = place.numpy()
-    size, _, _ = _HEAD.unpack_from(memory)
+    size, _, _ = _HEAD.unpack_from(memory.data)
     return 0 < size < memory.size and bool(memory[size])
 
 
