@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "cluster.h"
+#include "topreduce/comm/decorator.h"
 #include "topreduce/reducer.h"
 
 namespace topreduce::laws {
@@ -17,50 +18,41 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // ---- a transport that fails --------------------------------------------------------------------
 
 enum class Failure {
-  everyone_before,  // no byte arrives anywhere
-  everyone_after,   // all bytes arrive, then the connection breaks
+  everyone_before,  // no byte of a message leaves any rank
+  everyone_after,   // the message leaves, then the connection breaks
   one_leaves,       // rank 0 gives up; the others wait for it in vain
-  damage            // one bit of what arrives is wrong
+  damage            // one bit of the message is wrong
 };
 
-class Failing final : public Communicator {
+/// Fails at one of the messages that this rank posts.
+class Failing final : public comm::Decorator {
  public:
-  Failing(Communicator& inner, Failure failure, int fail_at)
-      : inner_(inner), failure_(failure), calls_left_(fail_at) {}
+  Failing(Communicator& inner, Failure failure, std::uint64_t fail_at)
+      : Decorator(inner), failure_(failure), left_(fail_at) {}
 
-  int rank() const override { return inner_.rank(); }
-  int size() const override { return inner_.size(); }
-
- protected:
-  void do_all_to_all(std::span<const std::byte> send, std::span<const std::size_t> counts,
-                     comm::Inbox& inbox) override {
-    call(inbox, [&] { inner_.all_to_all(send, counts, inbox); });
-  }
-  void do_all_gather(std::span<const std::byte> mine, comm::Inbox& inbox) override {
-    call(inbox, [&] { inner_.all_gather(mine, inbox); });
-  }
-
- private:
-  template <class Call>
-  void call(comm::Inbox& inbox, Call forward) {
-    const bool now = calls_left_-- == 0;
+  void post(int peer, const comm::Tag& tag, std::span<const std::byte> head,
+            std::span<const std::byte> bytes) override {
+    const bool now = left_-- == 0;
     const bool gives_up =
         failure_ == Failure::everyone_before || (failure_ == Failure::one_leaves && rank() == 0);
     if (now && gives_up) throw CommError("pulled the plug");
-    forward();
-    if (now && failure_ == Failure::everyone_after) throw CommError("pulled the plug");
-    if (now && failure_ == Failure::damage) {
-      const int other = rank() == 0 ? 1 : 0;
-      const std::span<const std::byte> message = inbox.from(other);
-      if (message.empty()) throw CommError("nothing came that could be damaged");
-      const auto at = static_cast<std::size_t>(message.data() - inbox.bytes.data());
-      inbox.bytes[at + message.size() / 2] ^= std::byte{4};
+    if (!now || failure_ != Failure::damage) {
+      Decorator::post(peer, tag, head, bytes);
+    } else {
+      Bytes message(head.begin(), head.end());
+      message.insert(message.end(), bytes.begin(), bytes.end());
+      message[message.size() / 2] ^= std::byte{4};
+      Decorator::post(peer, tag, {}, message);
+    }
+    if (now && failure_ == Failure::everyone_after) {
+      flush();
+      throw CommError("pulled the plug");
     }
   }
 
-  Communicator& inner_;
+ private:
   Failure failure_;
-  int calls_left_;
+  std::uint64_t left_;
 };
 
 // ---- two clusters side by side -----------------------------------------------------------------
@@ -86,8 +78,8 @@ class Transaction : public testing::TestWithParam<const char*> {
     return all;
   }
 
-  /// How many calls the transport will get: a copy of the run goes ahead.
-  std::uint64_t calls_of_next_step() {
+  /// How many messages each rank will send: a copy of the run goes ahead.
+  std::vector<std::uint64_t> messages_of_next_step() {
     Cluster copy(ranks_, layout_, GetParam());
     for (int s = 0; s < 2; ++s) copy.step(gradients(), cut_);  // to know the order of buckets
     const auto now = states();
@@ -95,7 +87,11 @@ class Transaction : public testing::TestWithParam<const char*> {
       Loader loader(now[static_cast<std::size_t>(r)]);
       copy[r].visit(loader);
     }
-    return copy.step(gradients(), cut_)[0].stats.rounds;
+    std::vector<std::uint64_t> messages;
+    for (const Outcome& outcome : copy.step(gradients(), cut_)) {
+      messages.push_back(outcome.stats.messages);
+    }
+    return messages;
   }
 
   /// A step of both.
@@ -110,14 +106,17 @@ class Transaction : public testing::TestWithParam<const char*> {
     ++step_;
   }
 
-  /// Fails the coming step at its `call`-th message and compares what is left.
-  void expect_nothing_happens(Failure failure, std::uint64_t call) {
-    SCOPED_TRACE("failure " + std::to_string(static_cast<int>(failure)) + " at call " +
-                 std::to_string(call) + " of step " + std::to_string(step_));
+  /// Fails the coming step, in which the ranks send so many `messages`, at the `message`-th of
+  /// every rank, or the last of one that sends fewer; then compares what is left.
+  void expect_nothing_happens(Failure failure, std::uint64_t message,
+                              const std::vector<std::uint64_t>& messages) {
+    SCOPED_TRACE("failure " + std::to_string(static_cast<int>(failure)) + " at message " +
+                 std::to_string(message) + " of step " + std::to_string(step_));
     const auto before = states();
     const auto gradient = gradients();
     const auto outcomes = tried_->step(gradient, cut_, 1, [&](Communicator& comm) {
-      return std::make_unique<Failing>(comm, failure, static_cast<int>(call));
+      const std::uint64_t last = messages[static_cast<std::size_t>(comm.rank())] - 1;
+      return std::make_unique<Failing>(comm, failure, std::min(message, last));
     });
     for (std::size_t r = 0; r < outcomes.size(); ++r) {
       EXPECT_TRUE(outcomes[r].failed());
@@ -139,14 +138,18 @@ INSTANTIATE_TEST_SUITE_P(Rows, Transaction, testing::ValuesIn(rows()),
 TEST_P(Transaction, FailedCallsLeaveNoTrace) {
   for (const int ranks : {2, 3}) {
     start(ranks);
-    expect_nothing_happens(Failure::everyone_before, 0);  // while they still agree on the method
+    // While they still agree on the method.
+    const std::vector<std::uint64_t> some(static_cast<std::size_t>(ranks), 1);
+    expect_nothing_happens(Failure::everyone_before, 0, some);
     for (int s = 0; s < 3; ++s) expect_same_step();
     for (const Failure failure :
          {Failure::everyone_before, Failure::everyone_after, Failure::one_leaves}) {
       expect_same_step();
-      const std::uint64_t calls = calls_of_next_step();
-      ASSERT_GT(calls, 0u);
-      for (std::uint64_t call = 0; call < calls; ++call) expect_nothing_happens(failure, call);
+      const auto messages = messages_of_next_step();
+      const std::uint64_t most =
+          failure == Failure::one_leaves ? messages[0] : std::ranges::max(messages);
+      ASSERT_GT(std::ranges::min(messages), 0u);
+      for (std::uint64_t i = 0; i < most; ++i) expect_nothing_happens(failure, i, messages);
     }
     expect_same_step();
   }
@@ -156,18 +159,18 @@ TEST_P(Transaction, FailedCallsLeaveNoTrace) {
 TEST_P(Transaction, DamagedMessagesLeaveNoTrace) {
   start(2);
   for (int s = 0; s < 4; ++s) expect_same_step();
-  const std::uint64_t calls = calls_of_next_step();
-  for (std::uint64_t call = 0; call < calls; ++call) {
-    expect_nothing_happens(Failure::damage, call);
+  const auto messages = messages_of_next_step();
+  for (std::uint64_t i = 0; i < std::ranges::max(messages); ++i) {
+    expect_nothing_happens(Failure::damage, i, messages);
   }
   const auto outcomes = tried_->step(gradients(), cut_, 1, [](Communicator& comm) {
     return std::make_unique<Failing>(comm, Failure::damage, 0);
   });
   const auto names_the_place = [&](std::size_t rank) {
-    const std::string head = "rank " + std::to_string(rank) + ", step 4, bucket ";
+    const std::string head = "rank " + std::to_string(rank) + ", step 4, bucket of parameter ";
     const std::string tail = ", message from rank " + std::to_string(1 - rank) + ": ";
     const std::string& text = outcomes[rank].error;
-    return text.starts_with(head + "0" + tail) || text.starts_with(head + "1" + tail);
+    return text.starts_with(head) && text.find(tail) == head.size() + 1;
   };
   EXPECT_TRUE(names_the_place(0) || names_the_place(1)) << outcomes[0].error << "\n"
                                                         << outcomes[1].error;
