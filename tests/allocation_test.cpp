@@ -2,8 +2,10 @@
 // global operator new and delete of this program, on threads that ask for it, or on all.
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <new>
+#include <thread>
 
 #include "cluster.h"
 #include "topreduce/comm/self.h"
@@ -118,6 +120,42 @@ TEST(Allocation, NoneWithSeveralThreads) {
     }
   }
   Stretches::grain = grain;
+}
+
+/// A step of messages to everyone, some in a frame together; `late`: between sending and receiving,
+/// so that messages of the next step come early.
+void exchange_messages(Communicator& comm, std::uint64_t step, bool late) {
+  using comm::Tag;
+  static constexpr std::size_t kLengths[] = {1, 3000, 100'000};
+  static const std::vector<std::byte> bytes(kLengths[2]);
+  comm.enter({comm::Place::Kind::step, step});
+  for (std::uint32_t round = 0; round < 3; ++round) {
+    for (int peer = 0; peer < comm.size(); ++peer) {
+      if (peer == comm.rank()) continue;
+      comm.expect(Tag{0, round}, peer);
+      comm.post(peer, Tag{0, round}, {}, std::span(bytes).first(kLengths[round]));
+    }
+    if (round == 1) comm.flush();
+  }
+  comm.flush();
+  if (late) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  for (std::uint32_t round = 0; round < 3; ++round) {
+    comm.wait(Tag{0, round}, static_cast<std::size_t>(comm.size() - 1));
+    comm.release(Tag{0, round});
+  }
+}
+
+TEST(Allocation, NoneForMessagesAsBefore) {
+  allocations = 0;
+  run_ranks(3, [](Communicator& comm) {
+    for (std::uint64_t step = 0; step < 200; ++step) {
+      counting = step >= 60;
+      // At first everyone is late now and then, and meets as many early messages as there can be.
+      exchange_messages(comm, step, !counting && static_cast<int>(step % 3) == comm.rank());
+    }
+    counting = false;
+  });
+  EXPECT_EQ(allocations, 0);
 }
 
 TEST(Allocation, IsCounted) {

@@ -169,6 +169,18 @@ TEST(Layout, RefusesWhatCannotBe) {
   const std::size_t huge = std::size_t{1} << 40;
   expect_error([&] { Layout({{"large", {huge, huge}}}); }, {"layout", "'large'"});
   expect_error([&] { Reducer(one_parameter(huge), "dense"); }, {"2^32"});
+  // Together they are more than a number can hold, and must not look like few.
+  std::vector<Parameter> many;
+  for (const char* name : {"a", "b", "c", "d", "e", "f", "g", "h"}) {
+    many.push_back({name, {(std::size_t{1} << 61) - 1}});
+  }
+  many.push_back({"last", {18}});
+  expect_error([&] { Layout{many}; }, {"layout", "'b'", "too large"});
+}
+
+TEST(Layout, AShapeWithAZeroIsEmpty) {
+  const std::size_t huge = std::size_t{1} << 40;
+  EXPECT_EQ(Layout({{"empty", {huge, huge, 0}}, {"full", {3}}}).size(), 3u);
 }
 
 // ---- ranks that differ -------------------------------------------------------------------------

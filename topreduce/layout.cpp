@@ -8,10 +8,13 @@
 namespace topreduce {
 namespace {
 
+constexpr std::size_t kMost = std::numeric_limits<std::size_t>::max() / 8;  // bytes can be counted
+
 std::size_t entries(const Parameter& parameter) {
+  if (std::ranges::find(parameter.shape, 0u) != parameter.shape.end()) return 0;
   std::size_t count = 1;
   for (const std::size_t extent : parameter.shape) {
-    if (extent != 0 && count > std::numeric_limits<std::size_t>::max() / 8 / extent) {
+    if (count > kMost / extent) {
       throw std::invalid_argument("layout: parameter '" + parameter.name + "' is too large");
     }
     count *= extent;
@@ -28,6 +31,10 @@ Layout::Layout(std::vector<Parameter> parameters) : parameters_(std::move(parame
       throw std::invalid_argument("layout: two parameters are called '" + parameter.name + "'");
     }
     parameter.size = entries(parameter);
+    if (parameter.size > kMost - size_) {
+      throw std::invalid_argument("layout: with parameter '" + parameter.name +
+                                  "' the model is too large");
+    }
     parameter.offset = size_;
     size_ += parameter.size;
   }

@@ -11,6 +11,7 @@
 #include "topreduce/reducer.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <limits>
@@ -40,7 +41,10 @@ enum class Regime { compress, dense, bypass };
 
 // The largest entries, over the number of ranks: far enough from the largest float (2^128) that
 // sums of all ranks, sums on top of what is remembered, and means times a loss scale stay finite.
-constexpr double kLargestSum = 0x1p100;
+constexpr double kLargestSum = 0x1p102;
+// The largest gradients, over the number of ranks: so much smaller that what is remembered does not
+// come near the largest sum. It would stay there, since every further step would be refused.
+constexpr double kLargestGradient = 0x1p90;
 constexpr double kUsualLossScale = 0x1p24;
 
 // Values that may be on their way before further buckets wait, but for one bucket.
@@ -101,6 +105,7 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   Regime regime_of_step() const;
   Pending pending(const Parcel& parcel) const;
   feedback::Feedback& memory(const Parcel& parcel);
+  Threads& threads() const;
   bool is_sound(const Parcel& parcel, const Pending& sight);
   void exchange(Parcel& parcel);
   void progress();
@@ -108,6 +113,7 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   void hold_vote();
   std::uint32_t fingerprint_of_sums() const;
   bool fits_callers();
+  void take_back(Parcel& parcel, const Segment& segment);
   int divisor_of(const feedback::Feedback& kept) const;
   float unit_of(const feedback::Feedback& kept) const;
   void leave_out_unused(Parcel& parcel);
@@ -364,9 +370,6 @@ void Reducer::Inside::start(std::size_t bucket) {
 
 void Reducer::Inside::attend(const Attendance& attendance) {
   if (comm == nullptr) throw std::invalid_argument("attend: no step is open; call begin first");
-  if (missing == 0 && layout.count() != 0) {
-    throw std::invalid_argument("attend: all gradients are there; call it before the last");
-  }
   for (const std::size_t id : attendance.unused) {
     if (id >= layout.count()) {
       throw std::invalid_argument("attend: there is no parameter " + std::to_string(id) +
@@ -388,7 +391,12 @@ Pending Reducer::Inside::pending(const Parcel& parcel) const {
       remembers ? pipeline.feedback->base() : std::span<const float>();
   const float scale = remembers ? pipeline.feedback->scale() : 1;
   return {parcel.segments, base, scale / loss_scale,
-          remembers ? pipeline.feedback->drift() : Drift(), *pipeline.threads};
+          remembers ? pipeline.feedback->drift() : Drift(), threads()};
+}
+
+// While gradients still come, the cores are busy computing them.
+Threads& Reducer::Inside::threads() const {
+  return missing == 0 ? *pipeline.threads : Threads::none();
 }
 
 feedback::Feedback& Reducer::Inside::memory(const Parcel& parcel) {
@@ -399,10 +407,13 @@ feedback::Feedback& Reducer::Inside::memory(const Parcel& parcel) {
 // Whether what this rank brings is finite, and so small that nothing made of it overflows.
 bool Reducer::Inside::is_sound(const Parcel& parcel, const Pending& sight) {
   const double scale = std::max(1.0, loss_scale / kUsualLossScale);
-  const auto most = static_cast<float>(kLargestSum / scale / comm->size());
-  if (!parcel.seen.within(most)) return false;
-  if (sight.plain() || !memory(parcel).keeps_gradients()) return true;
-  return sight.survey_gradients().within(most);
+  const auto limit = [&](double most) { return static_cast<float>(most / scale / comm->size()); };
+  const float of_gradients = limit(kLargestGradient);
+  if (!parcel.seen.within(limit(kLargestSum))) return false;
+  const bool small = parcel.seen.within(of_gradients);
+  if (sight.plain() || sight.device() != nullptr) return small;
+  if (small && !memory(parcel).keeps_gradients()) return true;
+  return sight.survey_gradients().within(of_gradients);
 }
 
 void Reducer::Inside::exchange(Parcel& parcel) {
@@ -437,7 +448,7 @@ void Reducer::Inside::exchange(Parcel& parcel) {
                                   .parameters = parcel.contents(),
                                   .values = remembers ? pipeline.values : pipeline.unremembered,
                                   .native = pipeline.native};
-  parcel.channel.open(*comm, subject, sight, running, *pipeline.threads, workspace);
+  parcel.channel.open(*comm, subject, sight, running, workspace);
   parcel.task = (whole ? *dense : *pipeline.exchange)
                     .run(sight, parcel.selected, budget, parcel.channel, parcel.delivery);
   if (under_way.empty()) under_way_since = std::chrono::steady_clock::now();
@@ -456,7 +467,7 @@ void Reducer::Inside::progress() {
     comm->poll();
   }
   for (Parcel* parcel : under_way) {
-    while (parcel->channel.ready()) parcel->channel.resume();
+    while (parcel->channel.ready()) parcel->channel.resume(threads());
     parcel->task.rethrow();
   }
   const bool busy = !under_way.empty();
@@ -547,19 +558,58 @@ void Reducer::Inside::hold_vote() {
 }
 
 // Whether callers can use what they would be handed: sums, divisor and loss scale are the same on
-// all ranks, so their answers are.
+// all ranks, so their answers are. If there is a loss scale, it must be lowered. Without one, a
+// debt that grew too large for a caller would be in the way for ever: what is too much stays owed.
 bool Reducer::Inside::fits_callers() {
   for (const auto& owner : parcels) {
-    const Parcel& parcel = *owner;
+    Parcel& parcel = *owner;
     const feedback::Feedback& kept = memory(parcel);
     for (const Segment& segment : parcel.segments) {
       if (!segment.narrow() || !vote.used(segment.number)) continue;
       const float largest = kept.largest_mean(pending(parcel), segment, parcel.delivery,
                                               divisor_of(kept), unit_of(kept));
-      if (!(largest <= segment.most)) return false;
+      if (largest <= segment.most) continue;
+      if (loss_scale != 1 || !kept.takes_back() || !std::isfinite(largest)) return false;
+      take_back(parcel, segment);
     }
   }
   return true;
+}
+
+// Cuts the sums of a segment to what its caller can use; each rank owes an even part of the rest.
+void Reducer::Inside::take_back(Parcel& parcel, const Segment& segment) {
+  const feedback::Feedback& kept = memory(parcel);
+  exchange::Delivery& delivery = parcel.delivery;
+  const auto divisor = static_cast<float>(divisor_of(kept)), unit = unit_of(kept);
+  const auto ranks = static_cast<float>(comm->size());
+  // The largest sum that becomes no larger mean than `most`.
+  float most = segment.most / unit * divisor;
+  while (most / divisor * unit > segment.most) most = std::nextafter(most, 0.0f);
+  const auto cut = [&](float& sum) {
+    const float before = sum;
+    sum = std::clamp(sum, -most, most);
+    return (before - sum) / ranks;
+  };
+  const std::size_t begin = segment.start, end = segment.start + segment.size();
+  if (delivery.extent == exchange::Delivery::Extent::whole) {
+    if (delivery.dense_settled.empty()) {
+      delivery.dense_settled.resize(delivery.dense_sum.size());
+      pending(parcel).evaluate(delivery.dense_settled);
+    }
+    for (std::size_t i = begin; i < end; ++i) {
+      delivery.dense_settled[i] -= cut(delivery.dense_sum[i]);
+    }
+    return;
+  }
+  std::array<SparseVector, 2> settled;
+  for (std::size_t i = 0; i < delivery.sum.size(); ++i) {
+    const Index place = delivery.sum.indices[i];
+    if (place < begin || place >= end) continue;
+    const float back = cut(delivery.sum.values[i]);
+    if (back != 0) settled[1].push_back(place, -back);
+  }
+  settled[0].assign(delivery.settled);
+  workspace.adder.add(settled, pending(parcel).size(), delivery.settled);
 }
 
 // An estimate stays a mean over all ranks; only what is handed out is divided otherwise.

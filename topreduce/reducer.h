@@ -57,8 +57,7 @@ class TOPREDUCE_API Reducer {
   /// Hands over the gradients of some parameters (numbers in the layout), one after the other in
   /// `gradient`, which must stay alive and untouched until `finish` or `relocate`. Every parameter
   /// once per step, in any grouping and order, which may differ between ranks. `most`: the largest
-  /// magnitude of a mean that the caller can use (65504 if it goes on in fp16); beyond it the step
-  /// counts as not finite.
+  /// magnitude of a mean that the caller can use (65504 if it goes on in fp16); see `finish`.
   void add(std::span<const std::size_t> parameters, std::span<float> gradient,
            float most = std::numeric_limits<float>::max());
 
@@ -75,15 +74,16 @@ class TOPREDUCE_API Reducer {
   /// by themselves.
   void progress();
 
-  /// Says of the open step, before its last `add`, that this rank left parameters unused, or has
+  /// Says of the open step, before `finish`, that this rank left parameters unused, or has
   /// run out of data. What no rank used is not delivered: its gradient and what is owed stay. May
   /// be called again for further parameters.
   void attend(const Attendance& attendance);
 
   /// Votes, commits, and replaces every gradient with the mean over the ranks. If any rank had an
-  /// infinity or NaN, or entries so large (2^100 / ranks) that sums of all ranks might become one,
-  /// or a mean exceeds its `most`, nothing is committed and every gradient becomes NaN, on all
-  /// ranks.
+  /// infinity or NaN, or gradients so large (2^90 / ranks) that sums might become one, nothing is
+  /// committed and every gradient becomes NaN, on all ranks. So it is if a mean exceeds its `most`
+  /// and there is a loss scale, which must be lowered, or the memory cannot owe the rest; otherwise
+  /// the mean is cut to `most`, and the rest stays owed.
   const StepStats& finish();
 
   /// A whole step for a model whose gradients lie in one piece, in layout order.

@@ -7,6 +7,9 @@
 
 namespace topreduce {
 
+/// The largest magnitude that anything remembered can have: no step leaves more (reducer.cpp).
+inline constexpr float kLargestRemembered = 0x1p102f;
+
 /// Sees, and may replace, everything that a run must keep for its next step to be the same. One
 /// visit serves saving and loading, so the two cannot drift apart.
 class TOPREDUCE_API StateVisitor {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <limits>
 #include <string_view>
 #include <utility>
@@ -20,8 +21,10 @@ inline constexpr StateRange kFlag{0, 1, StateRange::Kind::whole};
 inline constexpr StateRange kStep{0, 0x1p53, StateRange::Kind::whole};
 /// A magnitude among floats.
 inline constexpr StateRange kThreshold{0, std::numeric_limits<float>::max()};
-/// A number of entries.
-inline constexpr StateRange kEntries{0, 0x1p32, StateRange::Kind::whole};
+/// A number of entries of a model that has so many.
+constexpr StateRange entries_of(std::size_t model) {
+  return {0, static_cast<double>(model), StateRange::Kind::whole};
+}
 }  // namespace state_range
 
 /// Shows one number to `visitor`. What it fills in must lie in `range`, or std::invalid_argument;

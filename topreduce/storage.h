@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
@@ -70,5 +71,32 @@ inline void append(Bytes& buffer, std::span<const std::byte> bytes) {
   buffer.resize(before + bytes.size());
   std::memcpy(buffer.data() + before, bytes.data(), bytes.size());
 }
+
+/// Buffers that wait for their next use.
+class Spares {
+ public:
+  /// An empty one that holds `size` bytes: the smallest that can, or else the largest, made larger.
+  Bytes take(std::size_t size) {
+    Bytes taken;
+    if (!buffers_.empty()) {
+      const auto better = [size](const Bytes& a, const Bytes& b) {
+        if (a.capacity() < size || b.capacity() < size) return a.capacity() > b.capacity();
+        return a.capacity() < b.capacity();
+      };
+      std::swap(*std::ranges::min_element(buffers_, better), buffers_.back());
+      taken = std::move(buffers_.back());
+      buffers_.pop_back();
+    }
+    taken.clear();
+    make_room(taken, size);
+    return taken;
+  }
+  void give(Bytes&& buffer) {
+    if (buffer.capacity() > 0) buffers_.push_back(std::move(buffer));
+  }
+
+ private:
+  std::vector<Bytes> buffers_;
+};
 
 }  // namespace topreduce

@@ -1,25 +1,44 @@
+#include <array>
+#include <atomic>
+#include <chrono>
 #include <cstring>
+#include <mutex>
+#include <optional>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 #include <nanobind/typing.h>
 
 #include "bindings.h"
 #include "topreduce/comm/communicator.h"
+#include "topreduce/comm/decorator.h"
 #include "topreduce/comm/thread.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 using topreduce::CommError;
+using topreduce::WireError;
+using topreduce::comm::at;
 using topreduce::comm::Communicator;
+using topreduce::comm::Decorator;
 using topreduce::comm::Inbox;
+using topreduce::comm::Loss;
+using topreduce::comm::Patience;
+using topreduce::comm::Place;
 
 namespace {
 
 using ByteArray = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ReadableBytes =
     nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Blocks =
+    nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+
+// ---- transports written in Python ---------------------------------------------------------------
 
 // A view that lives as long as the call it is handed to.
 nb::object view(std::span<const std::byte> bytes) {
@@ -27,116 +46,185 @@ nb::object view(std::span<const std::byte> bytes) {
   return nb::cast(ByteArray(data, {bytes.size()}), nb::rv_policy::reference);
 }
 
-// A transport written in Python: it subclasses Communicator and implements all_to_all and
-// all_gather. They are called with the GIL, from whichever thread runs the step.
-class PythonCommunicator : public Communicator {
+// Memory that frames come into by themselves: by rank, places that are filled in turn. Looking at
+// it takes no lock of Python's.
+class Places {
  public:
-  PythonCommunicator(int rank, int size) : rank_(rank), size_(size) {
-    if (size < 1 || rank < 0 || rank >= size) {
-      throw std::invalid_argument("communicator: rank " + std::to_string(rank) + " of " +
-                                  std::to_string(size) + " does not exist");
+  // Each place: size, 32 bits | ... | a byte that is not 0, behind the first `size` bytes
+  explicit Places(Blocks blocks) : blocks_(std::move(blocks)), next_(blocks_.shape(0)) {
+    if (blocks_.shape(1) == 0 || blocks_.shape(2) < 2 * sizeof(std::uint32_t)) {
+      throw std::invalid_argument("watch: there must be room for at least one frame of each rank");
     }
   }
-  int rank() const override { return rank_; }
-  int size() const override { return size_; }
 
- protected:
-  void do_all_to_all(std::span<const std::byte> send, std::span<const std::size_t> counts,
-                     Inbox& inbox) override {
-    const nb::gil_scoped_acquire gil;
-    nb::list lengths;
-    for (const std::size_t count : counts) lengths.append(count);
-    take(implementation("all_to_all")(view(send), lengths), inbox);
-  }
-  void do_all_gather(std::span<const std::byte> mine, Inbox& inbox) override {
-    const nb::gil_scoped_acquire gil;
-    take(implementation("all_gather")(view(mine)), inbox);
+  // A rank whose next place is full, and moves on to the one behind it.
+  std::optional<int> take() {
+    for (std::size_t rank = 0; rank < next_.size(); ++rank) {
+      if (!full(place(rank))) continue;
+      next_[rank] = (next_[rank] + 1) % blocks_.shape(1);
+      return static_cast<int>(rank);
+    }
+    return std::nullopt;
   }
 
  private:
-  // The subclass's own method; the one of Communicator would call us again.
-  nb::object implementation(const char* name) const {
-    const nb::object self = nb::find(static_cast<const Communicator&>(*this));
-    if (nb::getattr(self.type(), name).is(nb::getattr(nb::type<Communicator>(), name))) {
-      throw std::invalid_argument(std::string("communicator: the subclass must implement ") + name);
-    }
-    return nb::getattr(self, name);
+  const std::uint8_t* place(std::size_t rank) const {
+    return blocks_.data() + (rank * blocks_.shape(1) + next_[rank]) * blocks_.shape(2);
+  }
+  bool full(const std::uint8_t* start) const {
+    std::array<std::uint8_t, sizeof(std::uint32_t)> bytes;
+    for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = look(start + i);
+    const std::uint32_t size = std::uint32_t{bytes[0]} | std::uint32_t{bytes[1]} << 8 |
+                               std::uint32_t{bytes[2]} << 16 | std::uint32_t{bytes[3]} << 24;
+    // One that cannot be is for the transport to refuse.
+    return size != 0 && (size >= blocks_.shape(2) || look(start + size) != 0);
+  }
+  static std::uint8_t look(const std::uint8_t* byte) {
+    return std::atomic_ref(*const_cast<std::uint8_t*>(byte)).load(std::memory_order_acquire);
   }
 
-  static void take(const nb::object& result, Inbox& inbox) {
-    ReadableBytes bytes;
-    if (!nb::isinstance<nb::tuple>(result) || nb::len(result) != 2 ||
-        !nb::try_cast(result[0], bytes, false) || !nb::try_cast(result[1], inbox.counts)) {
-      throw CommError("a communicator must return (uint8 array of all bytes, list of counts)");
-    }
-    inbox.bytes.resize(bytes.size());
-    if (bytes.size() > 0) std::memcpy(inbox.bytes.data(), bytes.data(), bytes.size());
-  }
-
-  int rank_, size_;
+  Blocks blocks_;
+  std::vector<std::size_t> next_;  // by rank
 };
+
+// It subclasses Communicator and implements send_frame. Its methods are called with the GIL, from
+// whichever thread uses the communicator.
+class PythonCommunicator final : public Communicator {
+ public:
+  PythonCommunicator(int rank, int size, std::size_t frame_limit)
+      : Communicator(rank, size), frame_limit_(frame_limit) {
+    if (frame_limit <= topreduce::comm::Mailbox::kFrameHead) {
+      throw std::invalid_argument("communicator: frames must have more than " +
+                                  std::to_string(topreduce::comm::Mailbox::kFrameHead) +
+                                  " bytes, not at most " + std::to_string(frame_limit));
+    }
+  }
+
+  void watch(std::optional<Blocks> blocks) {
+    if (blocks && blocks->shape(0) != at(size())) {
+      throw std::invalid_argument("watch: one block for each of " + std::to_string(size()) +
+                                  " ranks, not " + std::to_string(blocks->shape(0)));
+    }
+    std::optional<Places> places;
+    if (blocks) places.emplace(std::move(*blocks));
+    const std::lock_guard lock(mutex_);
+    places_.swap(places);
+  }
+  void part_of_others() { part_ = true; }
+
+  void settle() override {
+    if (!settles_) return;
+    const nb::gil_scoped_acquire gil;
+    call("settle");
+  }
+
+ protected:
+  void send_frame(int peer, std::span<const std::byte> frame) override {
+    const nb::gil_scoped_acquire gil;
+    call("send_frame", peer, view(frame));
+  }
+
+  bool receive_frames() override {
+    if (!asked_) {
+      const nb::gil_scoped_acquire gil;
+      polls_ = implements("receive_frames");
+      settles_ = implements("settle");
+      asked_ = true;
+    }
+    bool watches = false;
+    while (const auto peer = take(watches)) {
+      const nb::gil_scoped_acquire gil;
+      call("receive_frame", *peer);
+    }
+    if (watches) return true;
+    if (polls_) {
+      const nb::gil_scoped_acquire gil;
+      call("receive_frames");
+    }
+    return polls_;
+  }
+
+  std::size_t frame_limit() const override { return frame_limit_; }
+
+  // Long waits are rare, so this may cost a little: it lets Ctrl-C through.
+  void still_waiting(Patience::Clock::duration waited) override {
+    constexpr std::chrono::milliseconds kBetween(100);
+    if (waited < kBetween) next_call_ = kBetween;
+    if (waited < next_call_) return;
+    next_call_ = waited + kBetween;
+    const nb::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    call("still_waiting", std::chrono::duration<double>(waited).count());
+  }
+
+  void misplaced(const std::string& text) const override {
+    if (part_) throw WireError(text);
+    Communicator::misplaced(text);
+  }
+
+ private:
+  std::optional<int> take(bool& watches) {
+    const std::lock_guard lock(mutex_);
+    watches = places_.has_value();
+    return watches ? places_->take() : std::nullopt;
+  }
+
+  nb::object self() const { return nb::find(static_cast<const Communicator&>(*this)); }
+  bool implements(const char* name) const {
+    return !nb::getattr(self().type(), name).is(nb::getattr(nb::type<Communicator>(), name));
+  }
+  template <class... Arguments>
+  void call(const char* name, Arguments&&... arguments) {
+    nb::getattr(self(), name)(std::forward<Arguments>(arguments)...);
+  }
+
+  std::size_t frame_limit_;
+  bool part_ = false;
+  bool asked_ = false, polls_ = false, settles_ = false;  // what the subclass implements
+  Patience::Clock::duration next_call_{};
+  std::mutex mutex_;
+  std::optional<Places> places_;
+};
+
+PythonCommunicator& written_in_python(Communicator& self) {
+  if (auto* own = dynamic_cast<PythonCommunicator*>(&self)) return *own;
+  throw std::invalid_argument("communicator: only a transport written in Python has this");
+}
+
+// ---- ranks as threads ---------------------------------------------------------------------------
 
 // A rank of run_ranks as Python sees it. Python may keep it, so it outlives the rank it stands for.
-class LentRank final : public Communicator {
+class LentRank final : public Decorator {
  public:
-  explicit LentRank(Communicator& lender)
-      : rank_(lender.rank()), size_(lender.size()), lender_(&lender) {}
-  void give_back() { lender_ = nullptr; }
+  explicit LentRank(Communicator& lender) : Decorator(lender) {}
+  void give_back() { over_ = true; }
 
-  int rank() const override { return rank_; }
-  int size() const override { return size_; }
+  void settle() override {
+    check();
+    Decorator::settle();
+  }
 
  protected:
-  void do_all_to_all(std::span<const std::byte> send, std::span<const std::size_t> counts,
-                     Inbox& inbox) override {
-    lender().all_to_all(send, counts, inbox);
+  void send_frame(int peer, std::span<const std::byte> frame) override {
+    check();
+    Decorator::send_frame(peer, frame);
   }
-  void do_all_gather(std::span<const std::byte> mine, Inbox& inbox) override {
-    lender().all_gather(mine, inbox);
+  bool receive_frames() override {
+    check();
+    return Decorator::receive_frames();
   }
-  void do_broadcast(std::span<std::byte> bytes, int root) override {
-    lender().broadcast(bytes, root);
+  std::size_t frame_limit() const override {
+    check();
+    return Decorator::frame_limit();
   }
-  void do_barrier() override { lender().barrier(); }
 
  private:
-  Communicator& lender() const {
-    if (lender_ != nullptr) return *lender_;
-    throw CommError("rank " + std::to_string(rank_) + ": its run_ranks is over");
+  void check() const {
+    if (over_) throw CommError("rank " + std::to_string(rank()) + ": its run_ranks is over");
   }
 
-  int rank_, size_;
-  Communicator* lender_;
+  std::atomic<bool> over_ = false;
 };
-
-nb::tuple to_python(const Inbox& inbox) {
-  auto* copy = new std::vector<std::byte>(inbox.bytes.begin(), inbox.bytes.end());
-  nb::capsule owner(copy, [](void* p) noexcept { delete static_cast<std::vector<std::byte>*>(p); });
-  return nb::make_tuple(ByteArray(copy->data(), {copy->size()}, owner), inbox.counts);
-}
-
-std::span<const std::byte> bytes_of(const ReadableBytes& array) {
-  return {reinterpret_cast<const std::byte*>(array.data()), array.size()};
-}
-
-nb::tuple all_to_all(Communicator& self, ReadableBytes send,
-                     const std::vector<std::size_t>& counts) {
-  Inbox inbox;
-  {
-    const nb::gil_scoped_release release;
-    self.all_to_all(bytes_of(send), counts, inbox);
-  }
-  return to_python(inbox);
-}
-
-nb::tuple all_gather(Communicator& self, ReadableBytes mine) {
-  Inbox inbox;
-  {
-    const nb::gil_scoped_release release;
-    self.all_gather(bytes_of(mine), inbox);
-  }
-  return to_python(inbox);
-}
 
 nb::list run_ranks(int ranks, const nb::callable& body) {
   std::vector<nb::object> results(static_cast<std::size_t>(std::max(0, ranks)));
@@ -151,7 +239,7 @@ nb::list run_ranks(int ranks, const nb::callable& body) {
         ~Return() { lent->give_back(); }
         LentRank* lent;
       } at_the_end{lent};
-      results[static_cast<std::size_t>(comm.rank())] = body(rank);
+      results[at(comm.rank())] = body(rank);
     });
   }
   nb::list list;
@@ -159,32 +247,172 @@ nb::list run_ranks(int ranks, const nb::callable& body) {
   return list;
 }
 
+// ---- what Python calls --------------------------------------------------------------------------
+
+std::span<const std::byte> bytes_of(const ReadableBytes& array) {
+  return {reinterpret_cast<const std::byte*>(array.data()), array.size()};
+}
+
+nb::tuple to_python(Inbox&& inbox) {
+  auto* kept = new Inbox(std::move(inbox));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<Inbox*>(p); });
+  auto* data = reinterpret_cast<std::uint8_t*>(kept->bytes.data());
+  return nb::make_tuple(ByteArray(data, {kept->bytes.size()}, owner), kept->counts);
+}
+
+nb::tuple all_to_all(Communicator& self, ReadableBytes send,
+                     const std::vector<std::size_t>& counts) {
+  Inbox inbox;
+  {
+    const nb::gil_scoped_release release;
+    self.all_to_all(bytes_of(send), counts, inbox);
+  }
+  return to_python(std::move(inbox));
+}
+
+nb::tuple all_gather(Communicator& self, ReadableBytes mine) {
+  Inbox inbox;
+  {
+    const nb::gil_scoped_release release;
+    self.all_gather(bytes_of(mine), inbox);
+  }
+  return to_python(std::move(inbox));
+}
+
+void broadcast(Communicator& self, ByteArray bytes, int root) {
+  const nb::gil_scoped_release release;
+  self.broadcast({reinterpret_cast<std::byte*>(bytes.data()), bytes.size()}, root);
+}
+
+void enter(Communicator& self, std::string_view call, std::uint64_t step) {
+  using Kind = Place::Kind;
+  constexpr std::array<std::pair<std::string_view, Kind>, 6> kCalls = {
+      {{"attach", Kind::attach},
+       {"agree", Kind::agree},
+       {"configure", Kind::configure},
+       {"bypass", Kind::bypass},
+       {"resume", Kind::resume},
+       {"step", Kind::step}}};
+  for (const auto& [name, kind] : kCalls) {
+    if (name == call) return self.enter({kind, step});
+  }
+  throw std::invalid_argument("enter: there is no call '" + std::string(call) + "'");
+}
+
+int peer_of(const Communicator& self, int peer) {
+  if (peer >= 0 && peer < self.size() && peer != self.rank()) return peer;
+  throw std::invalid_argument("communicator: rank " + std::to_string(peer) +
+                              " is no peer of rank " + std::to_string(self.rank()) + " of " +
+                              std::to_string(self.size()));
+}
+
+void accept(Communicator& self, int peer, ReadableBytes frame) {
+  peer_of(self, peer);
+  const nb::gil_scoped_release release;
+  self.mailbox().accept(peer, bytes_of(frame));
+}
+
+void lose(Communicator& self, int peer, const std::string& why, std::string_view how) {
+  const auto loss = how == "damaged"   ? Loss::damaged
+                    : how == "gave_up" ? Loss::gave_up
+                                       : Loss::gone;
+  self.mailbox().lose(peer_of(self, peer), loss, why);
+}
+
+void introduce(Communicator& self, std::string title, std::vector<int> names, bool all_hear) {
+  if (names.size() != at(self.size())) {
+    throw std::invalid_argument("introduce: " + std::to_string(names.size()) + " names for " +
+                                std::to_string(self.size()) + " ranks");
+  }
+  if (!all_hear) written_in_python(self).part_of_others();
+  self.mailbox().introduce(std::move(title), std::move(names));
+}
+
 }  // namespace
+
+#define BYTES "numpy.typing.NDArray[numpy.uint8]"
 
 void bind_comm(nb::module_& module) {
   nb::class_<Communicator, PythonCommunicator>(
       module, "Communicator",
-      "Moves bytes between ranks. Subclass it to bring another transport: implement all_to_all "
-      "and\n"
-      "all_gather; each returns the received bytes in rank order and how many came from each rank.")
-      .def(nb::init<int, int>(), "rank"_a, "size"_a)
+      "Moves bytes between ranks. To bring another transport, subclass it and implement\n"
+      "send_frame; and either receive_frames, or pass frames on by `accept` from a thread of "
+      "yours.")
+      .def(nb::init<int, int, std::size_t>(), "rank"_a, "size"_a,
+           "frame_limit"_a = std::size_t{1} << 30)
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("size", &Communicator::size)
+      .def("enter", &enter, "call"_a, "step"_a = 0,
+           "Start another part of the program: 'attach', 'agree', 'configure', 'bypass', 'resume' "
+           "or\n'step'. Ranks that are at different places get ValueError, all of them.")
+      .def_prop_ro("in_step", &Communicator::in_step,
+                   "Whether no peer waits for more of what was entered last.")
       .def("all_to_all", &all_to_all, "send"_a.noconvert(), "counts"_a,
-           nb::sig("def all_to_all(self, send: numpy.typing.NDArray[numpy.uint8], counts: "
-                   "collections.abc.Sequence[int]) -> "
-                   "tuple[numpy.typing.NDArray[numpy.uint8], list[int]]"),
+           nb::sig("def all_to_all(self, send: " BYTES
+                   ", counts: collections.abc.Sequence[int]) -> tuple[" BYTES ", list[int]]"),
            "Send counts[r] bytes of `send` to each rank r, one stretch after the other.")
       .def("all_gather", &all_gather, "mine"_a.noconvert(),
-           nb::sig("def all_gather(self, mine: numpy.typing.NDArray[numpy.uint8]) -> "
-                   "tuple[numpy.typing.NDArray[numpy.uint8], list[int]]"),
+           nb::sig("def all_gather(self, mine: " BYTES ") -> tuple[" BYTES ", list[int]]"),
            "Send `mine` to every rank.")
+      .def("broadcast", &broadcast, "bytes"_a.noconvert(), "root"_a = 0,
+           nb::sig("def broadcast(self, bytes: " BYTES ", root: int = 0) -> None"),
+           "Replace `bytes`, of one length on all ranks, with those of `root`.")
       .def("barrier", &Communicator::barrier, nb::call_guard<nb::gil_scoped_release>(),
            "Return once every rank has called it.")
+      .def("trim", &Communicator::trim, "Free memory that long messages have left.")
       .def_prop_ro("bytes_sent", [](const Communicator& self) { return self.traffic().bytes_sent; })
       .def_prop_ro("bytes_received",
                    [](const Communicator& self) { return self.traffic().bytes_received; })
-      .def_prop_ro("rounds", [](const Communicator& self) { return self.traffic().rounds; });
+      .def_prop_ro("messages", [](const Communicator& self) { return self.traffic().messages; })
+      .def_prop_ro("rounds", [](const Communicator& self) { return self.traffic().rounds; })
+
+      // What a transport implements.
+      .def(
+          "send_frame",
+          [](Communicator&, int, const nb::object&) {
+            throw std::invalid_argument("communicator: the subclass must implement send_frame");
+          },
+          "peer"_a, "frame"_a, nb::sig("def send_frame(self, peer: int, frame: " BYTES ") -> None"),
+          "Start to send at most `frame_limit` bytes, which may change once this returns. Waits "
+          "for\n"
+          "nobody; frames of one peer to another keep their order.")
+      .def(
+          "receive_frames", [](Communicator&) {},
+          "Pass on what has come, without waiting: `accept` each frame.")
+      .def(
+          "receive_frame", [](Communicator&, int) {}, "peer"_a,
+          "Pass on the next frame of `peer`, which is in memory that is watched.")
+      .def(
+          "still_waiting", [](Communicator&, double) {}, "seconds"_a,
+          "Called ten times a second while a wait lasts; may raise to end it.")
+      .def(
+          "settle", [](Communicator&) {},
+          "Wait until what was sent has left, where bytes move only in calls of the transport.")
+
+      // What a transport calls.
+      .def("accept", &accept, "peer"_a, "frame"_a.noconvert(),
+           nb::sig("def accept(self, peer: int, frame: " BYTES ") -> None"),
+           "Take in a frame; from any thread, in the order of the peer's.")
+      .def("lose", &lose, "peer"_a, "why"_a, "how"_a = "gone",
+           nb::sig("def lose(self, peer: int, why: str, how: typing.Literal['gone', 'gave_up', "
+                   "'damaged'] = 'gone') -> None"),
+           "Nothing more will come from `peer`, which `why`: 'has left'. If it has given up, what "
+           "is\nunder way fails, even if nothing more is expected of it; if its bytes cannot be "
+           "used, it\n'sent' `why`.")
+      .def(
+          "awaited", [](Communicator& self) { return self.mailbox().awaited(); },
+          "The peers that this rank waits for right now, unless they are lost.")
+      .def("introduce", &introduce, "title"_a, "names"_a, "all_hear"_a = true,
+           "How errors call this rank, and the numbers of all ranks in them. Unless `all_hear`, "
+           "ranks\nat different places get WireError: others of the program are not told.")
+      .def(
+          "watch",
+          [](Communicator& self, std::optional<Blocks> blocks) {
+            written_in_python(self).watch(std::move(blocks));
+          },
+          "blocks"_a.none(), nb::sig("def watch(self, blocks: " BYTES " | None) -> None"),
+          "Look for frames in memory, by rank and place, and call receive_frame for each. A place "
+          "is\nfull if its first 32 bits are a size and the byte behind so many is not 0.");
   module.attr("T") = nb::type_var("T");
   module.def("run_ranks", &run_ranks, "ranks"_a, "body"_a,
              nb::sig("def run_ranks(ranks: int, body: collections.abc.Callable[[Communicator], T]) "

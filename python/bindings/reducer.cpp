@@ -30,39 +30,40 @@ constexpr float kAnyFloat = std::numeric_limits<float>::max();
 
 // ---- what goes in ------------------------------------------------------------------------------
 
-std::vector<std::size_t> parameter_numbers(const nb::object& object) {
+nb::builtin_exception mistake(const char* caller, const std::string& words) {
+  return nb::value_error((std::string(caller) + ": " + words).c_str());
+}
+
+std::vector<std::size_t> parameter_numbers(const char* caller, const nb::object& object) {
   std::vector<std::size_t> numbers;
   if (!nb::try_cast(object, numbers)) {
-    throw nb::value_error("add: parameters must be a list of numbers of parameters in the layout");
+    throw mistake(caller, "parameters must be a list of numbers of parameters in the layout");
   }
   return numbers;
 }
 
 // The array's own memory, or a ValueError that says what is wrong with it: never a silent copy.
-std::span<float> writable_floats(const nb::object& object) {
+std::span<float> writable_floats(const char* caller, const nb::handle& object) {
+  nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu> array;
+  if (nb::try_cast(object, array, false)) return {array.data(), array.size()};
   nb::ndarray<nb::ro> any;
   if (!nb::try_cast(object, any, false)) {
-    throw nb::value_error("add: the gradient must be a float32 NumPy array or CPU tensor");
+    throw mistake(caller, "the gradient must be a float32 NumPy array or CPU tensor");
   }
   if (any.device_type() != nb::device::cpu::value) {
-    throw nb::value_error("add: the gradient must be in main memory (CPU)");
+    throw mistake(caller, "the gradient must be in main memory (CPU)");
   }
   if (any.dtype() != nb::dtype<float>()) {
-    throw nb::value_error("add: the gradient must be float32; convert it yourself, and back");
+    throw mistake(caller, "the gradient must be float32; convert it yourself, and back");
   }
   if (any.ndim() != 1) {
-    const std::string text =
-        "add: the gradient must have one dimension, not " + std::to_string(any.ndim());
-    throw nb::value_error(text.c_str());
+    throw mistake(caller,
+                  "the gradient must have one dimension, not " + std::to_string(any.ndim()));
   }
   if (any.size() > 1 && any.stride(0) != 1) {
-    throw nb::value_error("add: the gradient must be contiguous");
+    throw mistake(caller, "the gradient must be contiguous");
   }
-  nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu> array;
-  if (!nb::try_cast(object, array, false)) {
-    throw nb::value_error("add: the gradient is read-only; the mean is written into it");
-  }
-  return {array.data(), array.size()};
+  throw mistake(caller, "the gradient is read-only; the mean is written into it");
 }
 
 Spec with_settings(Spec spec, const nb::kwargs& settings) {
@@ -84,15 +85,16 @@ struct Owner {
       const nb::gil_scoped_release release;
       reducer.begin(comm, loss_scale);
     }
-    held = {std::move(communicator)};
+    held.assign(reducer.layout().count(), {});
+    comm_held = std::move(communicator);
   }
 
-  // Whatever is wrong with a bucket drops the step, as a failed exchange does.
+  // Whatever is wrong with a gradient drops the step, as a failed exchange does.
   void add(const nb::object& numbers, const nb::object& gradient, float most) {
     try {
-      const std::vector<std::size_t> parameters = parameter_numbers(numbers);
-      const std::span<float> floats = writable_floats(gradient);
-      held.push_back(gradient);
+      const std::vector<std::size_t> parameters = parameter_numbers("add", numbers);
+      const std::span<float> floats = writable_floats("add", gradient);
+      hold(parameters, gradient);
       const nb::gil_scoped_release release;
       reducer.add(parameters, floats, most);
     } catch (...) {
@@ -101,9 +103,49 @@ struct Owner {
     }
   }
 
+  void add_many(const nb::sequence& gradients) {
+    struct Added {
+      std::size_t parameter;
+      std::span<float> floats;
+      float most;
+    };
+    try {
+      std::vector<Added> all;
+      for (nb::handle each : gradients) {
+        nb::tuple parts;
+        std::size_t parameter = 0;
+        float most = 0;
+        if (!nb::try_cast(each, parts) || parts.size() != 3 || !nb::try_cast(parts[0], parameter) ||
+            !nb::try_cast(parts[2], most)) {
+          throw mistake("add_many",
+                        "give triples of a parameter's number, its gradient and `most`");
+        }
+        all.push_back({parameter, writable_floats("add_many", parts[1]), most});
+        hold({&parameter, 1}, nb::borrow(parts[1]));
+      }
+      const nb::gil_scoped_release release;
+      for (const Added& one : all) reducer.add({&one.parameter, 1}, one.floats, one.most);
+    } catch (...) {
+      abandon();
+      throw;
+    }
+  }
+
+  void relocate(const nb::object& numbers, const nb::object& gradient) {
+    try {
+      const std::vector<std::size_t> parameters = parameter_numbers("relocate", numbers);
+      const std::span<float> floats = writable_floats("relocate", gradient);
+      reducer.relocate(parameters, floats);
+      hold(parameters, gradient);  // and no longer what was there before
+    } catch (...) {
+      abandon();
+      throw;
+    }
+  }
+
   void add_on_device(const nb::object& numbers, float most) {
     try {
-      const std::vector<std::size_t> parameters = parameter_numbers(numbers);
+      const std::vector<std::size_t> parameters = parameter_numbers("add_on_device", numbers);
       const nb::gil_scoped_release release;
       reducer.add_on_device(parameters, most);
     } catch (...) {
@@ -135,6 +177,7 @@ struct Owner {
 
   StepStats finish() {
     const std::vector<nb::object> until_finished = std::exchange(held, {});
+    const nb::object comm = std::exchange(comm_held, {});
     const nb::gil_scoped_release release;
     return reducer.finish();
   }
@@ -142,10 +185,19 @@ struct Owner {
   void abandon() {
     reducer.abandon();
     held.clear();
+    comm_held.reset();
+  }
+
+  // Keeps the array of these parameters alive; the reducer finds out about numbers that are wrong.
+  void hold(std::span<const std::size_t> parameters, const nb::object& gradient) {
+    for (const std::size_t id : parameters) {
+      if (id < held.size()) held[id] = gradient;
+    }
   }
 
   Reducer reducer;
-  std::vector<nb::object> held;
+  std::vector<nb::object> held;  // by parameter
+  nb::object comm_held;
   nb::object device;
 };
 
@@ -176,8 +228,8 @@ std::map<std::string, std::string> spec(const Owner& self) {
 void bind_reducer(nb::module_& module) {
   nb::class_<Owner>(module, "Reducer",
                     "Averages a model's gradients over the ranks, one step at a time.\n\n"
-                    "A step is begin, add for every bucket, finish; whatever raises in between\n"
-                    "leaves what is owed as it was.")
+                    "A step is begin, add for gradients as they become ready, finish; whatever\n"
+                    "raises in between leaves what is owed as it was.")
       .def(nb::init<const Layout&, std::string_view, const nb::kwargs&>(), "layout"_a, "method"_a,
            "settings"_a,
            nb::sig("def __init__(self, layout: Layout, method: str, **settings: object) -> None"))
@@ -194,8 +246,19 @@ void bind_reducer(nb::module_& module) {
                    "numpy.typing.NDArray[numpy.float32], most: float = 3.4028234663852886e+38) -> "
                    "None"),
            "Hand over gradients of some parameters, one after the other in one float32 array that\n"
-           "stays untouched until `finish` writes the mean into it. A mean above `most` counts as\n"
-           "not finite.")
+           "stays untouched until `finish` writes the mean into it. Any grouping and order will "
+           "do.\n"
+           "A mean above `most` counts as not finite.")
+      .def("add_many", &Owner::add_many, "gradients"_a,
+           nb::sig("def add_many(self, gradients: collections.abc.Sequence[tuple[int, "
+                   "numpy.typing.NDArray[numpy.float32], float]]) -> None"),
+           "The same for several parameters at once: number, gradient and `most` of each.")
+      .def(
+          "relocate", &Owner::relocate, "parameters"_a.none(), "gradient"_a.none(),
+          nb::sig("def relocate(self, parameters: collections.abc.Sequence[int], gradient: "
+                  "numpy.typing.NDArray[numpy.float32]) -> None"),
+          "Between `add` and `finish`: these gradients, unchanged, now lie one after the other in\n"
+          "this array, and their means are to go there.")
       .def("add_on_device", &Owner::add_on_device, "parameters"_a.none(), "most"_a = kAnyFloat,
            nb::sig("def add_on_device(self, parameters: collections.abc.Sequence[int], most: float "
                    "= 3.4028234663852886e+38) -> None"),
@@ -211,7 +274,8 @@ void bind_reducer(nb::module_& module) {
            "presence"_a = "present", "divisor"_a = "ranks",
            nb::sig("def attend(self, unused: collections.abc.Sequence[int] = (), presence: str = "
                    "'present', divisor: str = 'ranks') -> None"),
-           "Say, before the last `add`, which parameters this rank left `unused`, whether it has\n"
+           "Say, before the last `add`, once or bit by bit, which parameters this rank left "
+           "`unused`, whether it has\n"
            "'joined' (is out of data), and if means are over all ranks or those 'present'.\n"
            "What no rank used is not delivered.")
       .def("finish", &Owner::finish, "Replace every gradient with the mean over the ranks.")
@@ -252,6 +316,10 @@ void bind_reducer(nb::module_& module) {
       .def("owed", &owed, "name"_a,
            nb::sig("def owed(self, name: str) -> numpy.typing.NDArray[numpy.float32]"),
            "A copy of what this rank owes of one parameter.")
+      .def_prop_ro(
+          "buckets", [](const Owner& self) { return self.reducer.buckets(); },
+          "Parameters that are exchanged together, in the order of the next step; `begin` may\n"
+          "change it.")
       .def_prop_ro("layout", [](const Owner& self) { return self.reducer.layout(); })
       .def_prop_ro("spec", &spec, "Every setting, defaults included, and the method.")
       .def_prop_ro(

@@ -88,8 +88,9 @@ class Loader final : public topreduce::StateVisitor {
              shape_text(parameter.shape.data(), parameter.shape.size()));
       }
       const std::span<const float> all(array.data(), array.size());
-      if (!std::ranges::all_of(all, [](float x) { return std::isfinite(x); })) {
-        fail(what + " holds an infinity or NaN");
+      const auto can_be = [](float x) { return std::abs(x) <= topreduce::kLargestRemembered; };
+      if (!std::ranges::all_of(all, can_be)) {
+        fail(what + " holds an infinity, NaN, or a magnitude above 2^102, which no step leaves");
       }
       if (purpose_ == Purpose::load) {
         std::ranges::copy(all, values.begin() + static_cast<std::ptrdiff_t>(parameter.offset));

@@ -43,6 +43,8 @@ void bind_stats(nb::module_& module) {
   field("rounds", &StepStats::rounds, "Collectives, one after the other.");
   field("kept_energy", &StepStats::kept_energy, "Share of |owed + gradient|^2 that was settled.");
   field("owed_norm", &StepStats::owed_norm, "Norm of what this rank owes after the step.");
+  field("seconds_exchanging", &StepStats::seconds_exchanging,
+        "Seconds in which exchanges were under way.");
   field("finite", &StepStats::finite, "False: some rank had an infinity or NaN; nothing was kept.");
   stats.def_prop_ro("seconds", &seconds, "Seconds by stage, in the order the data flows.");
   fields->append("seconds");

@@ -14,11 +14,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 import topreduce.torch
 from topreduce.torch import Sync
+from topreduce.torch.ddp import DDPAdapter
 
 
 def attach_at_once(ddp: DistributedDataParallel, method: str = "topk", **settings: Any) -> Sync:
-    """attach() for tests of cut steps: no warm-up and no ramp, unless they ask for them."""
-    return topreduce.torch.attach(ddp, method, **{"warmup_steps": 0, "ramp_steps": 0, **settings})
+    """attach() for tests of cut steps: no warm-up, no ramp, and small buckets, unless they ask."""
+    usual = {"warmup_steps": 0, "ramp_steps": 0, "bucket_cap_mb": 0}
+    return topreduce.torch.attach(ddp, method, **{**usual, **settings})
+
+
+def adapter_of(sync: Sync) -> DDPAdapter:
+    """What serves DDP's hook."""
+    dispatcher = sync._release.__self__  # type: ignore[attr-defined]
+    adapter: DDPAdapter = dispatcher.adapter
+    return adapter
 
 
 LETTERS, CONTEXT, WIDTH = 40, 12, 32

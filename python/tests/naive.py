@@ -8,10 +8,10 @@ import itertools
 from typing import Any
 
 import numpy as np
+from models import adapter_of
 from torch.nn.parallel import DistributedDataParallel
 
 import topreduce.torch
-from topreduce.torch.steps import Steps
 
 _attach = topreduce.torch.attach
 
@@ -19,27 +19,28 @@ _attach = topreduce.torch.attach
 def attach(ddp: DistributedDataParallel, *arguments: Any, **settings: Any) -> topreduce.torch.Sync:
     sync = _attach(ddp, *arguments, **settings)
     sync._reducer.use(None)
-    steps = sync._steps
+    adapter = adapter_of(sync)
+    adapter._takes_early = False
     first_order: list[int] = []
 
-    def advance(step: Any, bucket: Any) -> None:
+    def add(current: Any, bucket: Any) -> None:
         """The whole model at once, in the order of the first step's buckets."""
         if not bucket.is_last:
             return
-        order = [steps._number(p) for each in step.buckets for p in each.parameters]
+        order = [adapter._number(p) for each in current.buckets for p in each.parameters]
         first_order[:] = first_order or order
-        arrays = [each.gradient() for each in step.buckets]
+        arrays = [each.gradient(0, each.buffer.numel()).numpy() for each in current.buckets]
         together = np.concatenate(arrays)
-        step.density = sync._reducer.density
-        Steps._begin(steps, sync._reducer.step, step.loss_scale)
         sync._reducer.add(first_order, together)
-        stats = sync._reducer.finish()
-        ends = list(itertools.accumulate(len(array) for array in arrays))
-        for array, part in zip(arrays, np.split(together, ends[:-1]), strict=True):
-            array[:] = part
-        for each in step.buckets:
-            each.give_back()
-        steps.history.append(steps.record(stats, step.density, 0.0))
+        give_back = current.give_back
 
-    steps._advance = advance  # type: ignore[method-assign]
+        def take_apart() -> None:
+            ends = list(itertools.accumulate(len(array) for array in arrays))
+            for array, part in zip(arrays, np.split(together, ends[:-1]), strict=True):
+                array[:] = part
+            give_back()
+
+        current.give_back = take_apart
+
+    adapter._add = add  # type: ignore[method-assign]
     return sync

@@ -791,6 +791,388 @@ class OkTopk:
         return Delivery(total, settled, kept.size)
 
     def agreed(self, before: list[list[int]], chosen: list[Places]) -> list[list[int]]:
+        """The mean of all ranks' bounds, of those with PARTS entries or more there.
+
+        They travel as shares of the parameter, in fp32, and are added up in rank order.
+        """
+        after = []
+        for start, size, known in zip(starts(self.sizes), self.sizes, before, strict=True):
+            sums, voices = np.zeros(PARTS - 1, np.float32), 0
+            for places in chosen:
+                mine = places[(places >= start) & (places < start + size)] - start
+                if mine.size >= PARTS:
+                    cuts = [int(mine[mine.size * i // PARTS]) for i in range(1, PARTS)]
+                    sums += (np.array(cuts, np.float64) / size).astype(np.float32)
+                    voices += 1
+            means = sums.astype(np.float64) / max(1, voices) * size
+            after.append([int(each) for each in np.floor(means)] if voices else known)
+        return after
+
+    def steered(self, cut: float, k: int, count: int) -> tuple[float, float, bool]:
+        threshold = cut
+        if count < self.low * k:
+            threshold /= self.factor
+        if count > self.high * k:
+            threshold *= self.factor
+        return threshold, float(k), count < k / 2 or count >= k * 2
+
+    def commit(self) -> None:
+        self.threshold, self.last_k, self.due, self.shares = self.next
+
+
+# ---- exchange: add up over the ranks ------------------------------------------------------------
+
+
+@dataclass
+class Delivery:
+    total: Floats  # over the ranks; zero where nothing was delivered
+    settled: list[Floats]  # per rank: what it no longer owes
+    delivered: int
+    whole: bool = False  # everything went, whatever it was
+
+
+def in_rank_order(parts: Sequence[Floats]) -> Floats:
+    return reduce(add, parts)
+
+
+def gather(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
+    """Everyone's entries to everyone (TopkA in arXiv 2201.07598)."""
+    read = [
+        journey(step.values, values, places, parameters(step.sizes))
+        for values, places in zip(pending, chosen, strict=True)
+    ]
+    settled = [values for values, _ in read]
+    return Delivery(in_rank_order(settled), settled, union(places for _, places in read).size)
+
+
+def everywhere(pending: list[Floats], places: Places, step: Step) -> Delivery:
+    """The same places on every rank. Rank r adds up the r-th part of every parameter, rounds it for
+    everyone, and owes what that changed."""
+    ranks = len(pending)
+    parts = [
+        (start + size * r // ranks, start + size * (r + 1) // ranks)
+        for start, size in zip(starts(step.sizes), step.sizes, strict=True)
+        for r in range(ranks)
+    ]
+    settled = [known_places(step.values, values, places, parts) for values in pending]
+    exact = in_rank_order(settled)
+    total = known_places(step.values, exact, places, parts)
+    for i, (begin, end) in enumerate(parts):
+        settled[i % ranks][begin:end] += total[begin:end] - exact[begin:end]
+    return Delivery(total, settled, places.size)
+
+
+def dense(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
+    return replace(everywhere(pending, np.arange(pending[0].size), step), whole=True)
+
+
+def randk(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
+    """One random entry from each of k stretches of the model, turned by a random offset."""
+    n, k = pending[0].size, step.k
+
+    def draw(bound: int, i: int) -> int:
+        return random_below(bound, step.seed, step.number, PLACES, i)
+
+    turn = draw(n, 0)
+    bounds = [j * n // k for j in range(k + 1)]
+    drawn = [bounds[j] + draw(bounds[j + 1] - bounds[j], j + 1) for j in range(k)]
+    return everywhere(pending, np.sort((np.array(drawn, np.int64) - turn) % n), step)
+
+
+@dataclass
+class Rows:
+    """One tensor of ARC-Top-K."""
+
+    start: int  # in the model
+    size: int
+    width: int
+    count: int  # none: it goes whole
+    first_direction: int
+    first_draw: int
+
+
+def arc_rows(
+    shapes: Sequence[Sequence[int]], sketch: int = 4, width: int = 0, **_: Any
+) -> list[Rows]:
+    """Rows along the first dimension, or of `width` entries; none where sketching gains nothing."""
+    tensors: list[Rows] = []
+    start = directions = draws = 0
+    for shape in shapes:
+        size = size_of(shape)
+        wide = count = 0
+        if len(shape) > 1 and size:
+            wide = width or size // shape[0]
+            count = -(-size // wide)
+            if count * sketch >= size:
+                wide = count = 0
+        tensors.append(Rows(start, size, wide, count, directions, draws))
+        start, directions, draws = start + size, directions + wide * sketch, draws + count + 1
+    return tensors
+
+
+def arc_sketch(rows: Floats, directions: Floats) -> Floats:
+    """rows @ directions.T in float32: 16 partial sums, then halves onto halves."""
+    columns = []
+    for direction in directions:
+        partial = np.zeros((len(rows), 16), np.float32)
+        for at in range(0, rows.shape[1], 16):
+            partial += rows[:, at : at + 16] * direction[at : at + 16]
+        while partial.shape[1] > 1:
+            left, right = np.hsplit(partial, 2)
+            partial = left + right
+        columns.append(partial[:, 0])
+    return np.stack(columns, axis=1)
+
+
+def arc_topk(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
+    """Rows that are largest in the mean, seen through a shared random sketch (2510.26709)."""
+    options: dict[str, Any] = {"sketch": 4, "stream": "gaussian", "ranked": "tensor", "random": 0.0}
+    options.update(step.of_exchange)
+    travel = ROUNDED[without_scales(step.values)]
+    tensors = arc_rows(step.shapes, **step.of_exchange)
+    groups: list[tuple[int, list[tuple[float, int, int]]]] = []  # first draw; score, start, size
+    places = []
+    for tensor in tensors:
+        whole = np.arange(tensor.start, tensor.start + tensor.size)
+        if tensor.count == 0:
+            places.append(whole)
+            continue
+        padded = -(-tensor.width // 16) * 16
+        directions = np.zeros((options["sketch"], padded), np.float32)
+        for i in range(options["sketch"] * tensor.width):
+            directions[divmod(i, tensor.width)] = arc_direction(
+                step, options["stream"], tensor.first_direction + i
+            )
+        sketches = []
+        for values in pending:
+            flat = np.zeros(tensor.count * tensor.width, np.float32)
+            flat[: tensor.size] = values[whole]
+            rows = np.zeros((tensor.count, padded), np.float32)
+            rows[:, : tensor.width] = flat.reshape(tensor.count, tensor.width)
+            sketches.append(travel(arc_sketch(rows, directions)))
+        total = travel(in_rank_order(sketches)).astype(np.float64)
+        scored = []
+        for j, row in enumerate(total):
+            at = j * tensor.width
+            size = min(tensor.width, tensor.size - at)
+            scored.append((reduce(add, row * row, 0.0) / size, tensor.start + at, size))
+        groups.append((tensor.first_draw, scored))
+    if options["ranked"] == "model":
+        groups = [(0, [row for _, scored in groups for row in scored])]
+    for first_draw, scored in groups:
+        for start, size in arc_choice(scored, first_draw, options["random"], step):
+            places.append(np.arange(start, start + size))
+    return everywhere(pending, np.sort(np.concatenate([np.empty(0, np.int64), *places])), step)
+
+
+def arc_direction(step: Step, stream: str, i: int) -> float:
+    if stream == "gaussian":
+        return random_normal(step.seed, step.number, SKETCH, i)
+    bits = random_bits(step.seed, step.number, SKETCH, i // 64)
+    return 1.0 if bits >> i % 64 & 1 else -1.0
+
+
+def arc_choice(
+    rows: list[tuple[float, int, int]], first_draw: int, random: float, step: Step
+) -> list[tuple[int, int]]:
+    """Best rows until they hold the density; then some of them exchanged for random ones."""
+    order = [row[1:] for row in sorted(rows, key=lambda row: (-row[0], row[1]))]
+    wanted = step.density * sum(size for _, size in order) * (1 - 1e-12)
+    count = 0
+    while count < len(order) and sum(size for _, size in order[:count]) < wanted:
+        count += 1
+    if random > 0 and order:
+        count -= int(random * count + random_unit(step.seed, step.number, ROWS, first_draw))
+        while count < len(order) and sum(size for _, size in order[:count]) < wanted:
+            left, i = len(order) - count, first_draw + 1 + count
+            other = count + random_below(left, step.seed, step.number, ROWS, i)
+            order[count], order[other] = order[other], order[count]
+            count += 1
+    return order[:count]
+
+
+PARTS = 16  # in which ranks tell each other where the entries of a parameter lie
+
+
+def owners(sizes: Sequence[int], bounds: Sequence[Sequence[int]], ranks: int) -> Places:
+    """Who adds up each entry: of every parameter one region per rank, each time one rank further.
+
+    `bounds` cut a parameter into PARTS; between them the bounds of regions are interpolated.
+    """
+    of_entries = []
+    for parameter, (size, inner) in enumerate(zip(sizes, bounds, strict=True)):
+        cuts = [0, *inner, size, size]
+        owner = np.zeros(size, np.int64)
+        for r in range(ranks):
+            whole, part = divmod(r * PARTS, ranks)
+            begin = cuts[whole] + (cuts[whole + 1] - cuts[whole]) * part // ranks
+            owner[begin:] = (r + parameter) % ranks
+        of_entries.append(owner)
+    return np.concatenate([*of_entries, np.empty(0, np.int64)])
+
+
+def equal_parts(sizes: Sequence[int]) -> list[list[int]]:
+    return [[size * i // PARTS for i in range(1, PARTS)] for size in sizes]
+
+
+def regions(sizes: Sequence[int], owner: Places) -> list[tuple[int, int, int]]:
+    """Begin, end and owner of every stretch of a parameter that has one owner."""
+    found = []
+    for start, size in zip(starts(sizes), sizes, strict=True):
+        mine = owner[start : start + size]
+        cuts = [0, *(np.flatnonzero(np.diff(mine)) + 1).tolist(), size]
+        for begin, end in pairwise(cuts):
+            if begin < end:
+                found.append((start + begin, start + end, int(mine[begin])))
+    return found
+
+
+def to_owners(
+    pending: list[Floats], chosen: list[Places], owner: Places, step: Step
+) -> tuple[list[Floats], Floats, Places]:
+    """What each rank sent, as owners read it, its sum and where; what an owner has stays home."""
+    sent = [np.zeros_like(values) for values in pending]
+    arrived = []
+    for r, (mine, values, places) in enumerate(zip(sent, pending, chosen, strict=True)):
+        own = places[owner[places] == r]
+        pieces = [(begin, end) for begin, end, to in regions(step.sizes, owner) if to != r]
+        read, there = journey(step.values, values, places[owner[places] != r], pieces)
+        mine[there] = read[there]
+        mine[own] = values[own]
+        arrived.append(union([there, own]))
+    return sent, in_rank_order(sent), union(arrived)
+
+
+def from_owners(
+    sums: Floats, places: Places, owner: Places, step: Step
+) -> tuple[Floats, Places, Floats]:
+    """The sums as everyone reads them, where they are, and what rounding changed."""
+    pieces = [(begin, end) for begin, end, _ in regions(step.sizes, owner)]
+    seen, there = journey(step.values, sums, places, pieces)
+    change = np.zeros_like(sums)
+    change[places] = seen[places] - sums[places]
+    return seen, there, change
+
+
+def owe_rounding(settled: list[Floats], owner: Places, change: Floats, places: Places) -> None:
+    """The owner of an entry rounds its sum for everyone, and owes what that changed."""
+    for r, mine in enumerate(settled):
+        owned = places[owner[places] == r]
+        mine[owned] += change[owned]
+
+
+def topk_dsa(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
+    """The sum of all that was chosen, added up in regions of equal width (arXiv 1802.08021)."""
+    owner = owners(step.sizes, equal_parts(step.sizes), len(pending))
+    settled, exact, places = to_owners(pending, chosen, owner, step)
+    total, there, change = from_owners(exact, places, owner, step)
+    owe_rounding(settled, owner, change, places)
+    return Delivery(total, settled, there.size)
+
+
+def ranked(values: Floats, places: Places, k: int) -> Places:
+    """The k of `places` with the largest magnitudes, zeros too; ties to the lower index."""
+    order = np.argsort(-np.abs(values[places]), kind="stable")
+    return np.sort(places[order[:k]])
+
+
+def gtopk(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
+    """Up a binary tree, cut at every meeting (arXiv 1901.04359); but who cuts it owes it."""
+    ranks = len(pending)
+    settled = [np.zeros_like(values) for values in pending]
+    for mine, values, places in zip(settled, pending, chosen, strict=True):
+        mine[places] = values[places]
+    sums = [mine.copy() for mine in settled]
+    lists = list(chosen)
+
+    def rounded_by(r: int) -> None:
+        read, there = journey(step.values, sums[r], lists[r], parameters(step.sizes))
+        settled[r] += read - sums[r]
+        sums[r], lists[r] = read, there
+
+    def meet(r: int, other: int) -> None:
+        total = sums[r] + sums[other]
+        both = np.union1d(lists[r], lists[other])
+        if step.at_once:
+            kept = ranked(total, both, step.k)
+        else:  # of each parameter as many as the richer had
+            kept_of = []
+            for start, size in zip(starts(step.sizes), step.sizes, strict=True):
+                mine, theirs, all_of = (
+                    places[(places >= start) & (places < start + size)]
+                    for places in (lists[r], lists[other], both)
+                )
+                kept_of.append(ranked(total, all_of, max(mine.size, theirs.size)))
+            kept = np.concatenate([*kept_of, np.empty(0, np.int64)])
+        cut = np.setdiff1d(both, kept)
+        settled[r][cut] -= total[cut]
+        total[cut] = 0
+        sums[r], lists[r] = total, kept
+
+    stride = 1
+    while stride < ranks:
+        for r in range(0, ranks - stride, 2 * stride):
+            rounded_by(r + stride)
+            meet(r, r + stride)
+        stride *= 2
+    rounded_by(0)
+    return Delivery(sums[0], settled, lists[0].size)
+
+
+@dataclass
+class OkTopk:
+    """The strongest sums of what was chosen (arXiv 2201.07598)."""
+
+    sizes: Sequence[int]
+    tau: int = 64
+    period: int = 32
+    global_ratio: float = 1.0
+    global_low: float = 0.667
+    global_high: float = 1.15
+    global_factor: float = 1.008
+    threshold: float = 0.0
+    last_k: float = 1.0
+    due: bool = True
+    bounds: list[list[int]] = field(default_factory=list)
+
+    def __call__(self, pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
+        n = pending[0].size
+        k = min(n, max(1, rounded(self.global_ratio * step.k)))
+        everything = k >= n
+        cut = 0.0 if everything else self.threshold * math.pow(self.last_k / k, 0.3)
+        exact = not everything and (self.due or step.number % self.period == 0)
+        bounds = self.bounds or equal_parts(self.sizes)
+        if not self.bounds or step.number % self.tau == 0:
+            bounds = self.agreed(bounds, chosen)
+
+        owner = owners(self.sizes, bounds, len(pending))
+        sent, sums, places = to_owners(pending, chosen, owner, step)
+        shown = places[np.abs(sums[places]) >= np.float32(0.75 * cut if exact else cut)]
+        if exact and step.at_once:
+            shown = ranked(sums, places, k)
+        weakest = float(np.abs(sums[shown]).min()) if shown.size == k else 0.0
+        seen, shown, change = from_owners(sums, shown, owner, step)
+        kept = shown
+        state = self.threshold, self.last_k, self.due
+        if exact and step.at_once:
+            state = weakest, float(k), False
+        elif exact:
+            kept = shown[np.abs(seen[shown]) >= np.float32(cut)]
+            found = shown.size >= k
+            state = kth(seen[shown], k) if found else cut / 2, float(k), not found
+        elif not everything:
+            state = self.steered(cut, k, seen[kept])
+        self.next = *state, bounds
+
+        total = np.zeros_like(sums)
+        total[kept] = seen[kept]
+        settled = [np.zeros_like(mine) for mine in sent]
+        for mine, all_sent in zip(settled, sent, strict=True):
+            mine[kept] = all_sent[kept]  # sent and delivered
+        owe_rounding(settled, owner, change, kept)
+        return Delivery(total, settled, kept.size)
+
+    def agreed(self, before: list[list[int]], chosen: list[Places]) -> list[list[int]]:
         """The mean of all ranks' bounds; only of those with eight entries or more there."""
         after = []
         for start, size, known in zip(starts(self.sizes), self.sizes, before, strict=True):

@@ -16,6 +16,7 @@ import torch
 from models import (
     Dictated,
     Run,
+    adapter_of,
     attach_at_once,
     digest,
     flat,
@@ -208,15 +209,16 @@ def test_replicas_stay_identical(ranks: int, name: str) -> None:
 def train_with_cap(rank: Rank, name: str, cap: float) -> tuple[str, str, list[int]]:
     run = Run(rank, bucket_cap_mb=cap)
     sync = attach(run.ddp, name, density=0.02)
-    take, cuts = sync._steps.take, [0]
+    adapter, cuts = adapter_of(sync), [0]
+    reduce = adapter.reduce
 
     def count(bucket: Any) -> Any:
         cuts[-1] += 1
         if bucket.is_last():
             cuts.append(0)
-        return take(bucket)
+        return reduce(bucket)
 
-    sync._steps.take = count  # type: ignore[method-assign]
+    adapter.reduce = count  # type: ignore[method-assign]
     run.train(range(6))
     return run.digest(), digest(owed(sync)), cuts[:-1]
 
@@ -574,17 +576,11 @@ def watch(rank: Rank, folder: str) -> None:
     assert [step for step, _ in curve(folder, "topreduce/seconds/network")] == [0, 1, 2, 77]
     assert curve(folder, "topreduce/density")[3] == (77, pytest.approx(0.01))
 
-    assert re.search(r"\d+% of the model comes in DDP's last.*bucket_cap_mb=1\)", str(sync.hint()))
-    assert re.search(r"dense 19\d+ \(9\d\.\d% saved\), waited \d+\.\d+ s; hint: ", repr(sync))
-    sync.configure(granularity="model")
-    assert sync.hint() is None
-    small = DistributedDataParallel(Dictated())
-    sync = attach(small, "topk, bucket")
-    small(small_integers(small.module, rank.rank, 0)).backward()
-    assert sync.hint() is None
+    assert len(curve(folder, "topreduce/hidden")) == 4
+    assert re.search(r"dense 19\d+ \(9\d\.\d% saved\), waited \d+\.\d+ s>", repr(sync))
 
 
-def test_curves_and_hints(tmp_path: Path) -> None:
+def test_curves(tmp_path: Path) -> None:
     group(2).run(watch, str(tmp_path))
 
 
@@ -608,12 +604,12 @@ def come_and_go(rank: Rank) -> None:
 ENDS_WITHOUT_DETACH = """
 import time, torch, torch.distributed as dist, topreduce.torch
 from topreduce.torch.steps import Steps
-complete = Steps._complete
-def slowly(self, step):
-    complete(self, step)  # from here on backward() and the program go on
+close = Steps._close
+def slowly(self, step, receiver):
+    close(self, step, receiver)  # from here on backward() and the program go on
     time.sleep(0.5)
     print("worker done", flush=True)
-Steps._complete = slowly
+Steps._close = slowly
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 sync = topreduce.torch.attach(model, "topk", density=0.5)

@@ -3,13 +3,15 @@
 import os
 import re
 import signal
+import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Dictated, Run, owed, rank_order_sum, small_integers
+from models import Dictated, Run, adapter_of, owed, rank_order_sum, small_integers
 from models import attach_at_once as attach
 from processes import Processes, Rank, group
 from torch import nn
@@ -18,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from topreduce.torch import CommError
+from topreduce.torch import CommError, meeting
 
 MODEL = {"granularity": "model", "density": 0.05}
 BUCKET = {"granularity": "bucket", "density": 0.05}
@@ -35,15 +37,15 @@ def break_down(
     run.train(range(healthy))
     debt = owed(sync)
     if rank.rank == 1:
-        transfer, calls = sync._comm._transfer, []
+        send_frame, frames = sync._comm.send_frame, []
 
         def fail_in_the_middle(*arguments: Any) -> None:
-            calls.append(1)
-            if len(calls) > (settings is BUCKET and healthy > 0):
+            frames.append(1)
+            if len(frames) > (rank.ranks - 1) * (settings is BUCKET and healthy > 0):
                 raise CommError("the cable is cut")
-            transfer(*arguments)
+            send_frame(*arguments)
 
-        sync._comm._transfer = fail_in_the_middle  # type: ignore[method-assign]
+        sync._comm.send_frame = fail_in_the_middle  # type: ignore[method-assign]
     with pytest.raises(CommError) as failure:
         run.backward(healthy)
     assert "Timed out" not in str(failure.value)
@@ -85,7 +87,7 @@ def test_one_broken_rank_stops_all_at_once(
         assert "the cable is cut" in message
         assert "detach()" in message
         if rank != 1:
-            assert message.startswith(f"rank {rank} of {ranks}, step {healthy}, exchange ")
+            assert message.startswith(f"rank {rank} of {ranks}, step {healthy}: ")
             assert "rank 1 gave up: CommError" in message
 
 
@@ -106,7 +108,8 @@ def lose_a_rank(rank: Rank) -> str | None:
 def test_a_killed_rank() -> None:
     messages = Processes(3).run(lose_a_rank, dying=[1])
     assert messages[1] is None
-    assert "one may have died" in messages[0] or "one may have died" in messages[2]
+    assert "rank 1 is gone" in messages[0] and "may have died" in messages[0]
+    assert "rank 1 is gone" in messages[2] and "may have died" in messages[2]
 
 
 def be_busy(rank: Rank) -> str:
@@ -126,12 +129,12 @@ def be_busy(rank: Rank) -> str:
 def test_a_silent_rank_is_waited_for_no_longer_than_the_timeout() -> None:
     *waited, late = group(3).run(be_busy)
     for rank, message in enumerate(waited):
-        assert message.startswith(f"rank {rank} of 3, step 2, exchange 1: ")
+        assert message.startswith(f"rank {rank} of 3, step 2: ")
         assert "Timed out waiting 2000ms" in message
         assert "rank 2 did not come, and may just be busy, evaluating or saving" in message
         assert "timeout=" in message
     assert "did not come" not in late.partition("gave up")[0]
-    assert not late.startswith("rank 2 of 3, step 2, exchange 1: Timed out")
+    assert re.match(r"rank 2 of 3, step 2: rank [01] gave up: ", late)
     assert re.search(r"rank [01] gave up: CommError: .*Timed out", late)
 
 
@@ -153,13 +156,15 @@ def make_a_mistake(rank: Rank, settings: dict[str, Any]) -> None:
     run, undisturbed = Run(rank), Run(rank)
     sync, twin = attach(run.ddp, **settings), attach(undisturbed.ddp, **settings)
     undisturbed.train(range(4))
-    run.train(range(2))
-    numbers, sync._steps._numbers = sync._steps._numbers, {}
+    healthy = 2 if settings is MODEL else 0  # later, gradients are on their way by then
+    run.train(range(healthy))
+    adapter = adapter_of(sync)
+    numbers, adapter._numbers = adapter._numbers, {}
     with pytest.raises(ValueError, match=r"that was not there at attach\(\)"):
-        run.backward(2)
+        run.backward(healthy)
     assert run.mean_gradient().count_nonzero() == 0
-    sync._steps._numbers = numbers
-    run.train(range(2, 4))
+    adapter._numbers = numbers
+    run.train(range(healthy, 4))
     assert run.digest() == undisturbed.digest()
     assert torch.equal(owed(sync), owed(twin))
 
@@ -310,6 +315,39 @@ def test_attach_on_some_ranks_only() -> None:
     group(2).run(attach_alone)
 
 
+def come_before_the_others(rank: Rank) -> None:
+    """Ranks whose time runs out one after the other; who left before is not called absent."""
+    ddp = DistributedDataParallel(Dictated())
+    for absent in (1, 2):
+        dist.barrier()
+        if rank.rank != absent:
+            time.sleep(0.3 * rank.rank)
+            with pytest.raises(CommError, match=rf"\(rank {absent} did not come, and may"):
+                attach(ddp, timeout=timedelta(seconds=1.5))
+    dist.barrier()
+    attach(ddp)
+    ddp(small_integers(ddp.module, rank.rank, 0)).backward()
+
+
+def test_who_left_before_is_not_called_absent() -> None:
+    group(3).run(come_before_the_others)
+
+
+def attach_without_a_store(rank: Rank) -> None:
+    def gone(*arguments: Any) -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    ddp = DistributedDataParallel(Dictated())
+    words = r"cannot reach the store.*Connection reset by peer"
+    with mock.patch.object(meeting, "_next_place", gone), pytest.raises(CommError, match=words):
+        attach(ddp)
+    attach(ddp)
+
+
+def test_attach_where_the_store_is_gone() -> None:
+    group(2).run(attach_without_a_store)
+
+
 def attach_to_a_part_of_the_world(rank: Rank) -> None:
     pair = dist.new_group([0, 2])
     if rank.rank == 1:
@@ -413,7 +451,8 @@ def load_different_steps(rank: Rank) -> None:
     debt = owed(sync)
     sync.load_state_dict(states[1 + rank.rank])
     loaded = owed(sync)
-    with pytest.raises(ValueError, match=r"of different steps.*rank 0: step 1,.*rank 1: step 2,"):
+    words = r"rank 0: the first step after .*, step 1; rank 1: .*, step 2\. .* of the same step"
+    with pytest.raises(ValueError, match=words):
         run.backward(3)
     assert torch.equal(owed(sync), loaded)
     sync.load_state_dict(states[2])

@@ -162,6 +162,8 @@ def test_reshard(tmp_path: Path) -> None:
         ([{**states[0], "rank0/step": 2.0}, *states[1:]], r"step is 2\.0 on rank 0 and 3\.0"),
         ([{**states[0], "rank0/more": 2.0}, *states[1:]], "differs from rank 0 in more"),
         ([{**states[0], f"rank0/{key}": torch.zeros(3)}, *states[1:]], "another shape on rank"),
+        ([*states, {**states[1], f"rank1/{key}": old[1] + 1}], f"two states of rank1.*in {key}"),
+        ([{**states[0], "rank0/step": 2.0}, *states], "two states of rank0.*in step"),
     ):
         with pytest.raises(ValueError, match=message):
             reshard(wrong, 2)

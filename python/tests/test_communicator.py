@@ -3,8 +3,8 @@
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any
+import time
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -92,8 +92,14 @@ def test_collectives_from_python() -> None:
         received, counts = comm.all_to_all(mine, [0, comm.rank, 1])
         assert (received.size, sum(counts)) == ([0, 3, 3][comm.rank], received.size)
         comm.barrier()
-        assert comm.rounds == 3
-        assert comm.bytes_sent == 2 * (comm.rank + 1) + comm.rank + 1 - [0, 1, 1][comm.rank]
+        assert (comm.rounds, comm.messages) == (3, 6)
+        payload = 2 * (comm.rank + 1) + comm.rank + 1 - [0, 1, 1][comm.rank]
+        assert comm.bytes_sent == payload + 6 * 24  # with heads
+        root = np.full(5, comm.rank, np.uint8)
+        comm.broadcast(root, 2)
+        assert root.tolist() == [2] * 5
+        with pytest.raises(ValueError, match="root 3 is not a rank"):
+            comm.broadcast(root, 3)
         with pytest.raises(ValueError, match="2 counts for 3 ranks"):
             comm.all_to_all(mine, [1, 2])
 
@@ -154,29 +160,46 @@ def test_it_gives_the_same_as_the_built_in(method: str, granularity: str, ranks:
         for step in range(5):
             buckets = random_buckets(rng, len(LAYOUT))
             mean, stats = run_step(reducer, comm, gradient(comm.rank, step), buckets)
-            seen += [mean.tobytes(), snapshot(reducer), {**stats.as_dict(), "seconds": None}]
+            told = stats.as_dict()
+            # A peer that is ahead sends what is counted as received in an earlier step.
+            del told["seconds"], told["seconds_exchanging"], told["bytes_received"]
+            seen += [mean.tobytes(), snapshot(reducer), told]
         return [*seen, comm.bytes_sent, comm.bytes_received, comm.rounds]
 
     assert run_threads(ranks, body) == run_ranks(ranks, body)
 
 
 class Trouble(QueueRank):
-    """Rank 0's `at`-th call goes wrong; `calls` counts from 1, and the first is to agree."""
+    """Of the frames of step 1 that rank 0 gets, the `at`-th goes wrong; `frames` counts from 1."""
 
-    at = 0
+    def __init__(self, rank: int, mail: Mail) -> None:
+        super().__init__(rank, mail)
+        self.at: int | None = None  # not yet in step 1
+        self.frames = 0
+        self._early: list[tuple[int, Bytes]] = []
 
-    def all_to_all(self, send: Bytes, counts: Sequence[int]) -> tuple[Bytes, list[int]]:
-        received, counts_received = super().all_to_all(send, counts)
-        if self.rank == 0 and self.calls == self.at:
-            return self.spoil(received, counts_received)
-        return received, counts_received
+    def receive_frames(self) -> None:
+        if self.at is not None:
+            while self._early:
+                self.accept(*self._early.pop(0))
+        super().receive_frames()
 
-    def spoil(self, received: Bytes, counts: list[int]) -> tuple[Bytes, list[int]]:
-        raise NotImplementedError
+    def accept(self, peer: int, frame: Bytes) -> None:
+        kind, step = frame[7], frame[8:16].view(np.uint64)[0]
+        if kind == 6 and step == 1:
+            if self.at is None:
+                return self._early.append((peer, frame))
+            self.frames += 1
+            if self.rank == 0 and self.frames == self.at:
+                frame = self.spoil(frame.copy())
+        super().accept(peer, frame)
+
+    def spoil(self, frame: Bytes) -> Bytes:
+        return frame
 
 
 def fail_in_second_step(
-    method: str, granularity: str, call: int, kind: type[Trouble]
+    method: str, granularity: str, number: int, kind: type[Trouble]
 ) -> list[Exception | None]:
     """What every rank got; checks that a rank with an error has kept its state and gradient."""
 
@@ -185,7 +208,7 @@ def fail_in_second_step(
         run_step(reducer, comm, gradient(comm.rank, 0), BUCKETS)
         before = snapshot(reducer)
         assert isinstance(comm, Trouble)
-        comm.at = comm.calls + call
+        comm.at = number
         parts = [gradient(comm.rank, 1)[200:], gradient(comm.rank, 1)[:200]]
         content = [part.copy() for part in parts]
         try:
@@ -206,107 +229,199 @@ def fail_in_second_step(
     return outcomes
 
 
-def calls_of_a_step(method: str, granularity: str) -> int:
+def frames_of_a_step(method: str, granularity: str) -> int:
     """As counted in the second step of two ranks that nothing happens to."""
 
-    def body(comm: Communicator) -> int:
+    def body(comm: QueueRank) -> int:
+        assert isinstance(comm, Trouble)
         reducer = make_reducer(method, granularity)
         run_step(reducer, comm, gradient(comm.rank, 0), BUCKETS)
-        before = comm.rounds
+        comm.at = 0
         run_step(reducer, comm, gradient(comm.rank, 1), [[1, 2, 3], [0]])
-        return comm.rounds - before
+        return comm.frames
 
-    return run_ranks(2, body)[0]
+    count = run_threads(2, body, Trouble)[0]
+    assert isinstance(count, int), count
+    return count
 
 
 CASES = [
-    (method, granularity, call)
+    (method, granularity, number)
     for method in METHODS
     for granularity in ("model", "bucket")
-    for call in range(1, calls_of_a_step(method, granularity) + 1)
+    for number in range(1, frames_of_a_step(method, granularity) + 1)
 ]
 
 
-@pytest.mark.parametrize(("method", "granularity", "call"), CASES)
+@pytest.mark.parametrize(("method", "granularity", "number"), CASES)
 class TestWhateverGoesWrong:
-    def test_what_it_raises_comes_out(self, method: str, granularity: str, call: int) -> None:
+    def test_what_it_raises_comes_out(self, method: str, granularity: str, number: int) -> None:
         class Cut(Exception):  # noqa: N818
             pass
 
         class Raising(Trouble):
-            def spoil(self, received: Bytes, counts: list[int]) -> tuple[Bytes, list[int]]:
+            def spoil(self, frame: Bytes) -> Bytes:
                 raise Cut("the cable")
 
-        mine, other = fail_in_second_step(method, granularity, call, Raising)
+        mine, other = fail_in_second_step(method, granularity, number, Raising)
         assert type(mine) is Cut
         assert str(mine) == "the cable"
-        # After the very last call the other rank cannot know.
-        last = call == calls_of_a_step(method, granularity)
-        assert type(other) is (type(None) if last else CommError)
+        # After the very last frame the other rank may have all it needs, and cannot know.
+        last = number == frames_of_a_step(method, granularity)
+        assert type(other) is CommError or (last and other is None)
 
-    def test_damaged_bytes(self, method: str, granularity: str, call: int) -> None:
+    def test_damaged_bytes(self, method: str, granularity: str, number: int) -> None:
         class Damaging(Trouble):
-            def spoil(self, received: Bytes, counts: list[int]) -> tuple[Bytes, list[int]]:
-                if not received.size:  # damage where nothing was to come is a byte that did
-                    return np.zeros(1, np.uint8), [0, 1]
-                received = received.copy()
-                received[-1] ^= 64
-                return received, counts
+            def spoil(self, frame: Bytes) -> Bytes:
+                frame[-1] ^= 64
+                return frame
 
-        mine, _ = fail_in_second_step(method, granularity, call, Damaging)
+        mine, _ = fail_in_second_step(method, granularity, number, Damaging)
         assert type(mine) is WireError
         assert "rank 0, step 1" in str(mine)
         assert "message from rank 1" in str(mine)
 
-    def test_nonsense(self, method: str, granularity: str, call: int) -> None:
+    def test_nonsense(self, method: str, granularity: str, number: int) -> None:
         class Short(Trouble):
-            def spoil(self, received: Bytes, counts: list[int]) -> tuple[Bytes, list[int]]:
-                return received, [counts[0], counts[1] + 1]
+            def spoil(self, frame: Bytes) -> Bytes:
+                return frame[:10]
 
-        mine, _ = fail_in_second_step(method, granularity, call, Short)
-        assert type(mine) is CommError
-        assert "bytes, but counts" in str(mine)
+        mine, _ = fail_in_second_step(method, granularity, number, Short)
+        assert type(mine) is WireError
+        assert str(mine) == "rank 0, step 1: rank 1 sent a frame that is none of topreduce's"
 
 
 NONSENSE: dict[str, Any] = {
-    "nothing": lambda mine: None,
-    "one value": lambda mine: (mine,),
-    "three values": lambda mine: (mine, [mine.size], 0),
-    "a list": lambda mine: [mine, [mine.size]],
-    "other numbers": lambda mine: (mine.astype(np.int32), [mine.size]),
-    "two dimensions": lambda mine: (mine.reshape(1, -1), [mine.size]),
-    "strided": lambda mine: (np.repeat(mine, 2)[::2], [mine.size]),
-    "no counts": lambda mine: (mine, None),
-    "counts in words": lambda mine: (mine, ["all"]),
-    "a negative count": lambda mine: (mine, [-mine.size]),
-    "a huge count": lambda mine: (mine, [2**70]),
-    "too few counts": lambda mine: (mine, []),
-    "too many counts": lambda mine: (mine, [mine.size, 0]),
-    "too few bytes": lambda mine: (mine[1:], [mine.size]),
-    "less than was sent": lambda mine: (mine[1:], [mine.size - 1]),
+    "nothing": None,
+    "a list": [1, 2, 3],
+    "other numbers": np.zeros(20, np.int32),
+    "two dimensions": np.zeros((4, 5), np.uint8),
+    "strided": np.zeros(40, np.uint8)[::2],
 }
 
 
 @pytest.mark.parametrize("kind", NONSENSE)
-def test_nonsense_of_every_kind(kind: str) -> None:
-    class Nonsense(QueueRank):
-        def all_gather(self, mine: Bytes) -> tuple[Bytes, list[int]]:
-            nonsense: tuple[Bytes, list[int]] = NONSENSE[kind](mine.copy())
-            return nonsense
+def test_a_frame_is_an_array_of_bytes(kind: str) -> None:
+    comm = Communicator(0, 2)
+    with pytest.raises(TypeError):
+        comm.accept(1, NONSENSE[kind])
 
-    with pytest.raises(CommError):
-        Reducer(LAYOUT, "topk").agree(Nonsense(0, Mail(1)))
+
+@pytest.mark.parametrize("peer", [-1, 0, 2])
+def test_frames_come_from_peers(peer: int) -> None:
+    comm = Communicator(0, 2)
+    words = f"rank {peer} is no peer of rank 0 of 2"
+    with pytest.raises(ValueError, match=words):
+        comm.accept(peer, np.zeros(20, np.uint8))
+    with pytest.raises(ValueError, match=words):
+        comm.lose(peer, "has gone")
 
 
 def test_a_subclass_must_be_complete() -> None:
-    class Half(Communicator):
-        def all_gather(self, mine: Bytes) -> tuple[Bytes, list[int]]:
-            return mine.copy(), [mine.size]
-
-    with pytest.raises(ValueError, match="the subclass must implement all_gather"):
-        Reducer(LAYOUT, "topk").agree(Communicator(0, 1))
-    reducer = Reducer(LAYOUT, "dense")
-    reducer.begin(Half(0, 1))
+    with pytest.raises(ValueError, match="the subclass must implement send_frame"):
+        Reducer(LAYOUT, "topk").agree(Communicator(0, 2))
+    Reducer(LAYOUT, "topk").agree(Communicator(0, 1))  # nothing to send
     with pytest.raises(ValueError, match="rank 2 of 2 does not exist"):
         Communicator(2, 2)
+    with pytest.raises(ValueError, match="frames must have more than 16 bytes, not at most 16"):
+        Communicator(0, 2, 16)
     assert alone().size == 1
+
+
+class SmallFrames(QueueRank):
+    def __init__(self, rank: int, mail: Mail) -> None:
+        Communicator.__init__(self, rank, mail.ranks, 19)
+        self._mail = mail
+
+
+class FromThread(QueueRank):
+    """Frames are passed on by whoever sends them."""
+
+    everyone: ClassVar[dict[tuple[Mail, int], "FromThread"]] = {}
+    receive_frames = Communicator.receive_frames
+
+    def __init__(self, rank: int, mail: Mail) -> None:
+        super().__init__(rank, mail)
+        self.everyone[mail, rank] = self
+        while len([1 for each, _ in self.everyone if each is mail]) < mail.ranks:
+            time.sleep(0.001)
+
+    def send_frame(self, peer: int, frame: Bytes) -> None:
+        self.everyone[self._mail, peer].accept(self.rank, frame)
+
+
+@pytest.mark.parametrize("kind", [SmallFrames, FromThread])
+def test_other_ways_to_bring_frames(kind: type[QueueRank]) -> None:
+    def body(comm: Communicator) -> list[bytes]:
+        reducer = make_reducer("topk", "bucket")
+        means = [run_step(reducer, comm, gradient(comm.rank, s), BUCKETS)[0] for s in range(3)]
+        return [mean.tobytes() for mean in means]
+
+    assert run_threads(3, body, kind) == run_ranks(3, body)
+
+
+# ---- places of the program ----------------------------------------------------------------------
+
+
+def test_ranks_at_different_places_are_told_and_go_on() -> None:
+    def body(comm: QueueRank) -> str:
+        calls = ["bypass", "resume", "configure"]
+        comm.enter(calls[comm.rank], 3)
+        with pytest.raises(ValueError, match="different places") as error:
+            comm.barrier()
+        assert comm.in_step
+        comm.enter("step", 3)
+        comm.barrier()
+        assert not comm.in_step
+        with pytest.raises(ValueError, match="there is no call 'tea'"):
+            comm.enter("tea")
+        return str(error.value)
+
+    by_rank = (
+        r"rank 0: bypass() before step 3; rank 1: resume() before step 3; "
+        r"rank 2: configure() before step 3. Make the same calls"
+    )
+    for rank, text in enumerate(run_threads(3, body)):
+        assert isinstance(text, str), text
+        assert text.startswith(f"rank {rank}: the ranks are at") and by_rank in text
+
+
+def test_a_step_that_one_rank_drops() -> None:
+    """Before it has sent anything nobody notices; after that it is told of."""
+
+    def body(comm: QueueRank) -> Exception | None:
+        reducer = make_reducer("topk", "bucket")
+        run_step(reducer, comm, gradient(comm.rank, 0), BUCKETS)
+        if comm.rank == 1:
+            reducer.begin(comm)
+            reducer.abandon()
+            assert comm.in_step
+        run_step(reducer, comm, gradient(comm.rank, 1), BUCKETS)
+        reducer.begin(comm)
+        reducer.add([3, 1], gradient(comm.rank, 2)[:6].copy())
+        if comm.rank == 1:
+            reducer.abandon()
+            assert not comm.in_step
+        try:
+            if comm.rank == 1:
+                reducer.begin(comm)
+                reducer.add([3, 1], gradient(comm.rank, 2)[:6].copy())
+            reducer.add([2, 0], gradient(comm.rank, 2)[:200].copy())
+        except (CommError, WireError) as error:
+            return error
+        return None
+
+    mine, other = run_threads(2, body)
+    assert type(mine) is WireError
+    assert str(mine) == "rank 0, step 2: rank 1 has gone on to step 2"
+    assert type(other) is CommError
+
+
+def test_errors_use_the_names_that_ranks_were_given() -> None:
+    comm = QueueRank(0, Mail(2))
+    with pytest.raises(ValueError, match="1 names for 2 ranks"):
+        comm.introduce("rank 5 of 8", [5])
+    comm.introduce("rank 5 of 8", [5, 7], all_hear=False)
+    comm.lose(1, "has gone fishing")
+    with pytest.raises(CommError, match="rank 5 of 8, before its first call: rank 7 has gone fish"):
+        comm.barrier()

@@ -84,7 +84,8 @@ class Twins:
         assert same_bits(other, mean)
         assert snapshot(self.there) == snapshot(self.here)
         ours, theirs = other_stats.as_dict(), stats.as_dict()
-        del ours["seconds"], theirs["seconds"]
+        for each in (ours, theirs):
+            del each["seconds"], each["seconds_exchanging"]
         # The root of a difference of large sums, which are not the same in the last bits.
         norm = float(np.linalg.norm(np.nan_to_num(gradient, posinf=0, neginf=0)))
         owed = theirs.pop("owed_norm")

@@ -36,8 +36,8 @@ def pause_rank_zero(rank: Rank) -> None:
     dist.all_gather_object(processes, os.getpid())
     waited = []
 
-    def let_go(calls: int) -> None:
-        while sync._comm._calls == calls:
+    def let_go(messages: int) -> None:
+        while sync._comm.messages == messages:
             time.sleep(0.01)
         time.sleep(0.3)  # so that the wait is one
         waited.append(is_stopped(processes[0]))
@@ -47,7 +47,7 @@ def pause_rank_zero(rank: Rank) -> None:
         os.kill(processes[0], signal.SIGSTOP)
         while not is_stopped(processes[0]):
             time.sleep(0.01)
-        helper = threading.Thread(target=let_go, args=(sync._comm._calls,))
+        helper = threading.Thread(target=let_go, args=(sync._comm.messages,))
         helper.start()
     run.train(range(3, 6))
     if rank.rank == 1:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from topreduce.__main__ import main
-from topreduce.lab import demo
+from topreduce.lab import command, demo, runs
 from topreduce.lab.cluster import obstacle
 
 TINY = ["--model", "gpt:0.6m", "--batch", "1", "--context", "8"]
@@ -119,6 +119,8 @@ def test_the_demo_works_without_a_network_of_its_own(
         ("race --methods tpok", "unknown method 'tpok'"),
         ("race --rate fast", "100mbit"),
         ("race --hosts 3 --rate 1mbit,2mbit", "3 hosts"),
+        ("race --local --delay 5ms", "leave --local out"),
+        ("race --delay 2s", "at most 1 s"),
         ("train --seconds 3s --clock race", "--clock real"),
         ("report nowhere.json", "nowhere.json"),
     ],
@@ -135,6 +137,16 @@ def test_wrong_options_are_refused(words: str) -> None:
     with pytest.raises(SystemExit) as caught:
         lab(*words.split())
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("limit", ["--rate 1gbit", "--delay 5ms"])
+def test_a_network_that_cannot_be_is_refused(
+    limit: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(command, "become_root", lambda *_: None)
+    monkeypatch.setattr(runs, "obstacle", lambda: "no namespaces today")
+    assert lab("race", *limit.split(), "--out", str(tmp_path)) == 1
+    assert "no namespaces today\nIt needs root" in capsys.readouterr().err
 
 
 def test_a_report_needs_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

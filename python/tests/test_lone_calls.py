@@ -37,8 +37,8 @@ def call_alone(rank: Rank, settings: dict[str, Any]) -> str:
     state, debt = sync.state_dict(), owed(sync)
 
     # load_state_dict is noticed by the next step.
-    others = "; ".join(f"rank {r}: step 3, exchange 1" for r in range(1, rank.ranks))
-    loaded = r"rank 0: step 3, the first after load_state_dict\(\)"
+    others = "; ".join(f"rank {r}: step 3" for r in range(1, rank.ranks))
+    loaded = "rank 0: the first step after settings or a state changed, step 3"
     if rank.rank == 0:
         sync.load_state_dict(state)
     for _ in range(2):  # and again, until the others have loaded as well
@@ -143,7 +143,7 @@ def test_a_lone_call_with_several_ranks_per_machine() -> None:
     for call, callers, words in (
         ("bypass", [1], r"rank 0: step 2.*rank 1: bypass\(\) before step 2"),
         ("bypass", [2, 3], r"rank 0: step 2.*rank 2: bypass\(\) before step 2"),
-        ("load_state_dict", [2], r"rank 0: step 2.*rank 2: .* load_state_dict\(\)"),
+        ("load_state_dict", [2], r"rank 0: step 2.*rank 2: .* a state changed, step 2"),
     ):
         for text in group(4).run(call_alone_on_two_levels, call, callers):
             assert re.search(words, text), text

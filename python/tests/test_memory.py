@@ -58,7 +58,7 @@ def start(dtype: torch.dtype, settings: dict[str, Any]) -> tuple[DistributedData
     sync = attach_at_once(ddp, **settings)
     step(ddp)  # DDP cuts its buckets anew
     step(ddp)
-    assert len(sync._steps.bucket_bytes) == PARAMETERS
+    assert len(sync._reducer.buckets) == PARAMETERS
     return ddp, sync
 
 

@@ -1,33 +1,44 @@
-"""The transport under attach(): bytes over a Gloo group of its own, in real processes."""
+"""The transport under attach(): frames over a Gloo group of its own, in real processes."""
 
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch.distributed as dist
-from processes import Rank, group
+from processes import Processes, Rank, group
 
 from topreduce import CommError, WireError
-from topreduce.torch.heading import SIZE, Doing, Heading, Place
+from topreduce.torch import process_group
 from topreduce.torch.process_group import GroupCommunicator
 
 
-def connect() -> GroupCommunicator:
+def connect(seconds: float = 20) -> GroupCommunicator:
     world = dist.group.WORLD
     assert world is not None
-    return GroupCommunicator(world, timedelta(seconds=20))
+    return GroupCommunicator(world, timedelta(seconds=seconds))
 
 
 def message(sender: int, receiver: int, length: int) -> np.ndarray:
     return np.random.default_rng([sender, receiver]).integers(0, 256, length, dtype=np.uint8)
 
 
-# Bytes from each rank to each, up to three ranks: none, short, at the limit of one round, long.
-LIMIT = 1 << 20
+NOTHING = np.empty(0, np.uint8)
+
+# Bytes from each rank to each, up to three ranks: none, short, around the limit of a frame, long.
+LIMIT = (1 << 18) - 64
 LENGTHS = {
     "nothing": np.zeros((3, 3), int),
     "short": np.array([[3, 1, 0], [7, LIMIT, 5], [0, 0, 90_000]]),
-    "one long": np.array([[3, 1, 0], [7, 1, 5], [0, LIMIT + 1, 0]]),
+    "a frame": LIMIT + np.arange(9).reshape(3, 3) * 8,
+    "one long": np.array([[3, 1, 0], [7, 1, 5], [0, 5_000_000, 0]]),
     "long": np.array([[3, 70_000, 0], [2_000_000, 5, LIMIT], [LIMIT + 1, 1, 3_000_000]]),
 }
 
@@ -48,6 +59,12 @@ def send_everything(rank: Rank) -> None:
         assert counts == own.tolist()
         expected = [message(sender, 0, n) for sender, n in enumerate(own)]
         assert np.array_equal(received, np.concatenate(expected))
+
+        root = rank.ranks - 1
+        mine = message(rank.rank, 7, table[0, 1])
+        comm.broadcast(mine, root)
+        assert np.array_equal(mine, message(root, 7, table[0, 1]))
+        comm.barrier()
     comm.concur("the same \u00e9\t\udc80")
     assert comm.ask("\x1b[2J\udc80") == [r"\x1b[2J\udc80"] * rank.ranks
     with pytest.raises(ValueError, match=r"rank 0: short; rank 1: (long){1000}"):
@@ -59,84 +76,153 @@ def test_uneven_and_empty_parts(ranks: int) -> None:
     group(ranks).run(send_everything)
 
 
-def count_rounds(rank: Rank) -> None:
+def send_in_small_frames(rank: Rank) -> None:
+    """As with hundreds of ranks; heads of messages are cut by frames too."""
+    process_group._ALL_PLACES = 1
+    try:
+        comm = connect()
+    finally:
+        process_group._ALL_PLACES = 1 << 22
+    for length in (1_000_000, 16_384 - 64, *range(16_384 - 60, 16_384)):
+        received, _ = comm.all_gather(message(rank.rank, 0, length))
+        expected = [message(sender, 0, length) for sender in range(rank.ranks)]
+        assert np.array_equal(received, np.concatenate(expected))
+
+
+def test_frames_of_any_length() -> None:
+    group(3).run(send_in_small_frames)
+
+
+def run_ahead(rank: Rank) -> None:
+    """What a peer sends early waits, however much it is; the places of frames are few."""
     comm = connect()
-    transfer, rounds = comm._transfer, []
-
-    def counted(*arguments: object) -> None:
-        rounds.append(1)
-        transfer(*arguments)  # type: ignore[arg-type]
-
-    comm._transfer = counted  # type: ignore[method-assign]
-    comm.all_gather(np.zeros(LIMIT if rank.rank else 0, np.uint8))
-    assert len(rounds) == 1
-    comm.all_gather(np.zeros(LIMIT + 1 if rank.rank else 0, np.uint8))
-    assert len(rounds) == 3
+    for turn in range(3):
+        dist.barrier()
+        time.sleep(0.3 * (rank.rank == turn))
+        for number in range(20):
+            received, _ = comm.all_gather(np.full(50_000, 10 * rank.rank + number, np.uint8))
+            values = received.reshape(rank.ranks, -1)[:, 0].tolist()
+            assert values == [10 * sender + number for sender in range(rank.ranks)]
 
 
-def test_short_messages_take_one_round() -> None:
-    group(2).run(count_rounds)
+def test_a_peer_that_is_ahead() -> None:
+    group(3).run(run_ahead)
 
 
 def send_much_then_little(rank: Rank) -> None:
     comm = connect()
-    held = []
-    for length in (2_000_000, 2_000_000, 5_000, 5_000):
-        comm.all_gather(np.zeros(length, np.uint8))
+
+    def held() -> int:
+        """Bytes, of the process."""
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    comm.all_gather(np.zeros(5_000, np.uint8))
+    before = held()
+    for _ in range(2):
+        comm.all_gather(np.zeros(60_000_000, np.uint8))
+    full = held()
+    for _ in range(2):
+        comm.all_gather(np.zeros(5_000, np.uint8))
         comm.trim()
-        # What nobody wrote to takes no memory: most of the room for what may come.
-        sizes = {name: buffer.numel() for name, buffer in comm._buffers.items()}
-        held.append(sum(size for name, size in sizes.items() if name != "first in"))
-    assert held[0] == held[1] > 2 * rank.ranks * 2_000_000
-    assert held[3] < 200_000
+    # The allocator keeps some of it, of the frames.
+    assert full - held() > 60_000_000
+    assert held() - before < 130_000_000
+    assert sum(len(line.sends) for line in comm._lines.values()) < 10
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 def test_memory_of_a_large_message_is_given_back() -> None:
     group(2).run(send_much_then_little)
 
 
+# ---- ranks that are elsewhere -------------------------------------------------------------------
+
+
 def fall_out_of_step(rank: Rank) -> None:
     comm = connect()
-    comm._calls += rank.rank
-    with pytest.raises(WireError, match=r"out of step, by \[(0, 1|-1, 0)\] calls"):
-        comm.all_gather(np.zeros(5, np.uint8))
-
-    comm = connect()
-    comm.start_step(7 + rank.rank)
-    words = r"rank 0: step 7, exchange 1; rank 1: step 8, exchange 1\. Call"
-    with pytest.raises(ValueError, match=words):
-        comm.all_gather(np.zeros(5, np.uint8))
-    assert comm.calls_in_step == 0  # nobody got any further
-    comm.start_step(8)
+    comm.enter("step", 7 + (rank.rank == 1))
+    assert comm.in_step
+    words = r"rank \d of 3: .*rank 0: step 7; rank 1: step 8; rank 2: step 7\. Make the same calls"
+    for _ in range(3):
+        with pytest.raises(ValueError, match=words):
+            comm.all_gather(np.zeros(5, np.uint8))
+        assert comm.in_step  # nobody got any further
+        comm.enter("step", 7 + (rank.rank == 1))
+    comm.enter("configure", 8)
     comm.all_gather(np.zeros(5, np.uint8))
+    assert not comm.in_step
 
+    # One that goes on by itself, from a call that the others are in.
+    comm.enter("step", 9)
+    if rank.rank == 1:
+        comm.all_gather(np.zeros(5, np.uint8))
+        comm.enter("step", 10)
+        with pytest.raises(CommError, match="gave up: WireError"):
+            comm.all_gather(np.zeros(5, np.uint8))
+    else:
+        with pytest.raises((WireError, CommError), match=r"rank 1 has gone on to step 10") as error:
+            for _ in range(2):
+                comm.all_gather(np.zeros(5, np.uint8))
+        comm.close(f"{type(error.value).__name__}: {error.value}", drops_step=True)
+
+
+def test_ranks_at_different_places_are_told() -> None:
+    group(3).run(fall_out_of_step)
+
+
+def send_rubbish(rank: Rank, rubbish: bytes, words: str) -> None:
     comm = connect()
     if rank.rank == 1:
-        transfer = comm._transfer
-
-        def damage(send: np.ndarray, *arguments: object) -> None:
-            send.reshape(2, -1)[0, 40] = 0xFF  # a length of 255, more than the longest
-            transfer(send, *arguments)  # type: ignore[arg-type]
-
-        comm._transfer = damage  # type: ignore[method-assign]
-        comm.all_gather(np.zeros(5, np.uint8))
+        comm._send(0, process_group._FRAME, np.frombuffer(rubbish, np.uint8))
+        dist.barrier()
     else:
-        with pytest.raises(WireError, match="damaged or foreign message from rank 1"):
+        with pytest.raises(WireError, match=f"rank 0 of 2, attach.*: rank 1 sent {words}") as error:
+            comm.all_gather(np.zeros(5, np.uint8))
+        assert str(error.value).isprintable()
+        dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("rubbish", "words"),
+    [
+        (b"", "a frame that is none of topreduce's"),
+        (b"\xff" * 20, "a frame that is none of topreduce's"),
+        (b"\1\0\0\0TP\x63\1" + b"\0" * 8, "a frame of version 99, this is version 4"),
+        (b"\1\0\0\0TP\4\1" + b"\0" * 8 + b"\xff" * 30, "a message without a head"),
+    ],
+)
+def test_a_frame_that_cannot_be_trusted(rubbish: bytes, words: str) -> None:
+    group(2).run(send_rubbish, rubbish, words)
+
+
+def claim_too_much(rank: Rank) -> None:
+    """A length is only a claim: it takes no memory."""
+    comm = connect()
+    if rank.rank == 1:
+        head = b"\1\0\0\0TP\4\1" + b"\0" * 8 + b"\1\1" + b"\xff" * 6 + b"\1" + b"and so on"
+        comm._send(0, process_group._FRAME, np.frombuffer(head, np.uint8))
+        comm.close("that was all")
+    else:
+        with pytest.raises(CommError, match="that was all"):
             comm.all_gather(np.zeros(5, np.uint8))
 
 
-def test_a_heading_that_cannot_be_trusted() -> None:
-    group(2).run(fall_out_of_step)
+def test_a_peer_that_claims_too_much_gets_no_memory() -> None:
+    group(2).run(claim_too_much)
+
+
+# ---- ranks that leave, die or are silent --------------------------------------------------------
 
 
 def leave(rank: Rank) -> None:
     comm = connect()
     if rank.rank == 1:
-        comm.close("the building is on fire")
+        comm.close("the building is on fire \udc80\x1b")
         with pytest.raises(CommError, match="closed"):
             comm.all_gather(np.zeros(5, np.uint8))
     else:
-        with pytest.raises(CommError, match="rank 1 gave up: the building is on fire"):
+        words = r"rank \d of 3, attach\(\): .*rank 1 gave up: the building is on fire \\udc80\\x1b"
+        with pytest.raises(CommError, match=words):
             comm.all_gather(np.zeros(5, np.uint8))
 
 
@@ -144,21 +230,174 @@ def test_a_rank_that_leaves_says_why() -> None:
     group(3).run(leave)
 
 
-def test_no_heading_asks_for_more_memory_than_the_model_needs() -> None:
-    heading = Heading(1, Place(Doing.STEP, 1, 1), 5000, 5000)
-    data = np.empty(SIZE, np.uint8)
-    heading.write(data)
-    assert Heading.read(data, 5000) == heading
-    assert Heading.read(data, 4999) is None
-
-
-def claim_too_much(rank: Rank) -> None:
+def leave_while_others_wait(rank: Rank) -> float:
+    """Rank 0 waits for rank 1, which computes for long, when rank 2 gives up."""
     comm = connect()
-    comm.all_gather(np.zeros(10, np.uint8))
-    comm.most_bytes = LIMIT
-    with pytest.raises(WireError, match="damaged or foreign"):
-        comm.all_gather(np.zeros(2 * LIMIT if rank.rank == 1 else 10, np.uint8))
+    comm.barrier()
+    started = time.monotonic()
+    if rank.rank == 0:
+        with pytest.raises(CommError, match="rank 2 gave up: enough"):
+            comm.all_gather(np.zeros(5, np.uint8))
+        waited = time.monotonic() - started
+        comm.close("CommError: so do I")
+    elif rank.rank == 1:
+        time.sleep(4)
+        waited = 0.0
+        with pytest.raises(CommError, match="rank 2 gave up: enough"):
+            comm.all_gather(np.zeros(5, np.uint8))
+    else:
+        time.sleep(0.5)
+        comm.close("enough")
+        waited = 0.0
+    return waited
 
 
-def test_a_peer_that_claims_too_much_is_refused() -> None:
-    group(2).run(claim_too_much)
+def test_a_rank_that_leaves_while_another_waits_for_a_third() -> None:
+    assert 0.3 < group(3).run(leave_while_others_wait)[0] < 3
+
+
+def leave_with_much_to_send(rank: Rank) -> None:
+    """The places for frames are full, so the word goes by the store."""
+    comm = connect()
+    if rank.rank == 0:
+        for _ in range(3 * process_group._PLACES):
+            comm._send(1, process_group._NOTE, message(0, 1, LIMIT))
+        comm.close("I cannot wait")
+    dist.barrier()
+    if rank.rank == 1:
+        with pytest.raises(CommError, match=r"rank 0 is gone: .*rank 0 gave up: I cannot wait"):
+            comm.all_gather(np.zeros(5, np.uint8))
+
+
+def test_a_last_word_that_finds_no_room() -> None:
+    group(2).run(leave_with_much_to_send)
+
+
+def leave_in_peace(rank: Rank) -> None:
+    """After the last call everyone may leave at once, whether others are through or not."""
+    for _ in range(20):
+        comm = connect()
+        comm.all_gather(np.zeros(300_000, np.uint8))
+        comm.close("that was all")
+
+
+def test_ranks_that_leave_do_not_disturb() -> None:
+    group(3).run(leave_in_peace)
+
+
+def die(rank: Rank, waits: bool) -> float:
+    comm = connect(50)
+    comm.barrier()
+    started = time.monotonic()
+    if rank.rank == 1:
+        time.sleep(1.0 if waits else 0.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.0 if waits else 1.0)
+    with pytest.raises(CommError, match=r"rank 1 is gone: .*it left no word") as error:
+        comm.all_gather(np.zeros(5, np.uint8))
+    comm.close(f"CommError: {error.value}")
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_rank_that_dies_is_noticed(waits: bool) -> None:
+    """Also by those that have sent to it before, and wait."""
+    for seconds in Processes(3).run(die, waits, dying=[1]):
+        assert seconds is None or seconds < 10
+
+
+def pause_for_long(rank: Rank) -> None:
+    """Between calls nobody waits, so nothing times out."""
+    comm = connect(1)
+    for step in range(3):
+        comm.enter("step", step)
+        comm.all_gather(np.zeros(100, np.uint8))
+        time.sleep(2)
+    comm.enter("step", 3)
+    if rank.rank == 1:  # which has all it needs of the other, that has dropped it
+        dist.barrier()
+        with pytest.raises(CommError, match="rank 0 gave up: CommError: Timed out waiting 1000ms"):
+            comm.all_gather(np.zeros(100, np.uint8))
+    else:
+        started = time.monotonic()
+        words = (
+            r"rank 0 of 2, step 3: rank 1 is silent: Timed out waiting 1000ms \(rank 1 did not come"
+        )
+        with pytest.raises(CommError, match=words):
+            comm.all_gather(np.zeros(100, np.uint8))
+        assert 1 < time.monotonic() - started < 8
+        dist.barrier()
+
+
+def test_a_pause_is_no_silence() -> None:
+    group(2).run(pause_for_long)
+
+
+def end_a_wait(rank: Rank) -> None:
+    """From another thread; and by Ctrl-C."""
+    comm = connect()
+    if rank.rank == 0:
+        threading.Timer(0.3, comm.interrupt, ["is not needed any more"]).start()
+        with pytest.raises(CommError, match="rank 1 is not needed any more"):
+            comm.barrier()
+        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+        again = connect()
+        with pytest.raises(KeyboardInterrupt):
+            again.barrier()
+    else:
+        connect()
+    dist.barrier()
+
+
+def test_a_wait_can_be_ended() -> None:
+    group(2).run(end_a_wait)
+
+
+# ---- the end of a process -----------------------------------------------------------------------
+
+PROGRAM = """
+import os, sys, threading, time
+import numpy as np, torch
+import torch.distributed as dist
+from datetime import timedelta
+from torch.nn.parallel import DistributedDataParallel
+import topreduce.torch
+from topreduce.torch import steps
+rank, port, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+ddp = DistributedDataParallel(torch.nn.Linear(3, 4))
+sync = topreduce.torch.attach(ddp, timeout=timedelta(seconds=60))
+steps._LAST_WORDS = 1.0
+for _ in range(2):
+    ddp(torch.ones(2, 3)).sum().backward()
+if how == "detach":
+    sync.detach()
+    assert [t.name for t in threading.enumerate()] == ["MainThread"], threading.enumerate()
+if how == "in a step" and rank == 0:  # the other rank never comes
+    threading.Thread(target=lambda: ddp(torch.ones(2, 3)).sum().backward(), daemon=True).start()
+    time.sleep(0.5)
+    print("done")
+    raise SystemExit
+if how == "in a step":
+    time.sleep(6)
+print("done")
+"""
+
+
+@pytest.mark.parametrize("how", ["detach", "at once", "in a step"])
+def test_a_process_ends_in_peace(how: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    del store
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(port), how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outcomes: list[Any] = [(*each.communicate(timeout=100), each.returncode) for each in ranks]
+    assert [(out, code) for out, _, code in outcomes] == [("done\n", 0)] * 2, outcomes

@@ -61,6 +61,66 @@ def test_buckets_may_be_views_of_one_buffer() -> None:
     assert buffer.tolist() == whole.tolist(), "of one rank, at density 1"
 
 
+def test_gradients_come_in_any_grouping_and_may_move() -> None:
+    whole = gradient()
+    expected, stats = run_step(Reducer(LAYOUT, "topk", density=0.2), alone(), whole, [EVERYTHING])
+    reducer = Reducer(LAYOUT, "topk", density=0.2, bucket_cap_mb=0)
+    assert reducer.buckets == [[2], [1], [0]]
+    first, last = [part.copy() for part in np.split(whole, [20])]
+    bias, scale, moved = last[:5], last[5:].copy(), last.copy()
+    gone = weakref.ref(scale)
+    reducer.begin(alone())
+    reducer.add_many([(2, scale, 1e30), (0, first, 1e30)])
+    reducer.add([1], bias)
+    reducer.relocate([1, 2], moved)
+    del scale
+    assert gone() is None, "nobody looks there any more"
+    assert reducer.finish().selected == stats.selected
+    assert np.concatenate([first, moved]).tolist() == expected.tolist()
+    assert bias.tolist() == last[:5].tolist()
+    assert reducer.buckets == [[2], [1], [0]]
+    reducer.begin(alone())
+    assert reducer.buckets == [[2], [0], [1]], "as they came"
+
+
+@pytest.mark.parametrize(
+    ("gradients", "words"),
+    [
+        ([(0, gradient(size=20))], "triples"),
+        ([(0.5, gradient(size=20), 1.0)], "triples"),
+        ([(0, gradient(size=19), 1.0)], "has 19 entries, its parameters have 20"),
+        ([(0, gradient(size=20).astype(np.float64), 1.0)], "must be float32"),
+        ([(0, gradient(size=20), 0.0)], "most must be a positive number"),
+        ([(0, gradient(size=20), 1.0)] * 2, "'weight' was added twice"),
+    ],
+)
+def test_wrong_gradients_in_add_many(gradients: Any, words: str) -> None:
+    reducer = used_reducer()
+    before = snapshot(reducer)
+    reducer.begin(alone())
+    with pytest.raises(ValueError, match=words):
+        reducer.add_many(gradients)
+    with pytest.raises(ValueError, match="no step is open"):
+        reducer.finish()
+    assert snapshot(reducer) == before
+
+
+def test_wrong_moves() -> None:
+    for parameters, array, words in (
+        ([1], gradient(size=5), "relocate: parameter 'bias' was not added"),
+        ([0], gradient(size=5), "relocate: the gradient has 5 entries, its parameters have 20"),
+        ([0], np.zeros((4, 5), np.float32), "relocate: the gradient must have one dimension"),
+        (None, gradient(size=20), "relocate: parameters must be a list of numbers"),
+    ):
+        reducer = used_reducer()
+        before = snapshot(reducer)
+        reducer.begin(alone())
+        reducer.add([0], gradient(size=20))
+        with pytest.raises(ValueError, match=words):
+            reducer.relocate(parameters, array)  # type: ignore[arg-type]
+        assert snapshot(reducer) == before
+
+
 def test_nothing_is_held_once_a_step_is_over() -> None:
     def finish(reducer: Reducer) -> None:
         reducer.finish()
@@ -360,6 +420,7 @@ FIELDS: dict[str, type] = {
     "kept_energy": float,
     "owed_norm": float,
     "finite": bool,
+    "seconds_exchanging": float,
     "seconds": dict,
 }
 

@@ -55,8 +55,12 @@ def tensor_parallel(rank: Rank) -> None:
     plain = DistributedDataParallel(feed_forward(), device_mesh=mesh["dp"])
     with pytest.raises(ValueError, match=r"one dimension of a mesh with others.*process_group="):
         attach(plain)
+
+    # Where DDP has all ranks of the mesh there are none that could.
     flat = init_device_mesh("cpu", (rank.ranks,), mesh_dim_names=("dp",))
-    attach(DistributedDataParallel(feed_forward(), device_mesh=flat))
+    single = init_device_mesh("cpu", (rank.ranks, 1), mesh_dim_names=("dp", "tp"))
+    for everyone in (flat, mesh["dp", "tp"]._flatten("all"), single["dp"]):
+        attach(DistributedDataParallel(feed_forward(), device_mesh=everyone))
 
 
 def test_tensor_parallelism_is_refused() -> None:

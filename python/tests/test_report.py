@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from topreduce.lab import report
 from topreduce.lab.race import STAGES, RaceRow
 from topreduce.lab.results import Results, load, named, save
+from topreduce.lab.runs import Network
 from topreduce.lab.svg import Bar, Series, bar_chart, line_chart
 from topreduce.lab.tables import grids
 from topreduce.lab.train import Evaluation, TrainRun
@@ -139,6 +141,19 @@ def test_every_ratio_stands_beside_what_it_is_made_of(results: Results) -> None:
     assert ours[1] == "30 / 30 / 30"
     assert ours[2] == "10.80 (10.80 - 10.80)"
     assert ours[4] == "60 / 60 / 60"
+
+
+def test_tables_and_page_name_the_delay(results: Results) -> None:
+    words = Network(rates=[1e8] * 4, delay=0.015).words()
+    assert words == "4 hosts at 100 Mb/s, 15 ms one way"
+    delayed = replace(results, network=words, delay=0.015, late=0.001)
+    race, _, training = grids(delayed)
+    assert words in race.title and words in training.title
+    assert any("held back for 15 ms" in note and "0.1 %" in note for note in race.notes)
+    assert not any("too busy" in note for note in race.notes)
+    assert any("too busy" in note for note in grids(replace(delayed, late=0.2))[0].notes)
+    assert not any("held back" in note for note in grids(results)[0].notes)
+    assert words in report.page([delayed])
 
 
 def test_zero_is_the_left_edge_of_a_logarithmic_axis() -> None:

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import numpy as np
@@ -29,11 +29,11 @@ class Mail:
     def send(self, sender: int, receiver: int, letter: bytes | None) -> None:
         self._lines[sender, receiver].put(letter)
 
-    def receive(self, sender: int, receiver: int) -> bytes:
-        letter = self._lines[sender, receiver].get(timeout=_PATIENCE)
-        if letter is None:
-            raise CommError(f"rank {sender} has gone")
-        return letter
+    def receive(self, sender: int, receiver: int) -> Iterator[bytes | None]:
+        """What has come; None once the sender has gone."""
+        line = self._lines[sender, receiver]
+        while not line.empty():
+            yield line.get()
 
     def leave(self, rank: int) -> None:
         for receiver in range(self.ranks):
@@ -45,20 +45,22 @@ class QueueRank(Communicator):
 
     def __init__(self, rank: int, mail: Mail) -> None:
         super().__init__(rank, mail.ranks)
-        self.calls = 0
         self._mail = mail
 
-    def all_to_all(self, send: Bytes, counts: Sequence[int]) -> tuple[Bytes, list[int]]:
-        self.calls += 1
-        ends = np.cumsum(counts)
-        for peer in range(self.size):
-            part = send[ends[peer] - counts[peer] : ends[peer]]
-            self._mail.send(self.rank, peer, part.tobytes())
-        letters = [self._mail.receive(peer, self.rank) for peer in range(self.size)]
-        return np.frombuffer(b"".join(letters), np.uint8), [len(letter) for letter in letters]
+    def send_frame(self, peer: int, frame: Bytes) -> None:
+        self._mail.send(self.rank, peer, frame.tobytes())
 
-    def all_gather(self, mine: Bytes) -> tuple[Bytes, list[int]]:
-        return self.all_to_all(np.tile(mine, self.size), [mine.size] * self.size)
+    def receive_frames(self) -> None:
+        for peer in range(self.size):
+            for letter in self._mail.receive(peer, self.rank):
+                if letter is None:
+                    self.lose(peer, "has gone")
+                else:
+                    self.accept(peer, np.frombuffer(letter, np.uint8))
+
+    def still_waiting(self, seconds: float) -> None:
+        if seconds > _PATIENCE:
+            raise CommError(f"rank {self.rank} has waited long enough")
 
 
 def alone() -> QueueRank:

@@ -6,7 +6,7 @@ reducer.begin(comm)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
 
 import numpy as np
 from mpi4py import MPI
@@ -30,21 +30,33 @@ class Communicator(topreduce.Communicator):
         super().__init__(comm.Get_rank(), comm.Get_size())
         self._comm = comm.Dup()
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self._sends: list[tuple[MPI.Request, _Bytes]] = []
+        weakref.finalize(self, _finish, self._sends)
 
-    def all_to_all(self, send: _Bytes, counts: Sequence[int]) -> tuple[_Bytes, list[int]]:
+    def send_frame(self, peer: int, frame: _Bytes) -> None:
+        kept = frame.copy()
         try:
-            incoming = self._comm.alltoall(list(counts))
-            received = np.empty(sum(incoming), np.uint8)
-            self._comm.Alltoallv([send, counts, MPI.BYTE], [received, incoming, MPI.BYTE])
+            self._sends.append((self._comm.Isend([kept, MPI.BYTE], peer), kept))
         except MPI.Exception as error:
-            raise topreduce.CommError(f"all_to_all on rank {self.rank}: {error}") from error
-        return received, incoming
+            raise topreduce.CommError(f"rank {self.rank}, to rank {peer}: {error}") from error
 
-    def all_gather(self, mine: _Bytes) -> tuple[_Bytes, list[int]]:
+    def receive_frames(self) -> None:
+        status = MPI.Status()
         try:
-            counts = self._comm.allgather(mine.size)
-            received = np.empty(sum(counts), np.uint8)
-            self._comm.Allgatherv([mine, MPI.BYTE], [received, counts, MPI.BYTE])
+            self._sends[:] = [each for each in self._sends if not each[0].Test()]
+            while (message := self._comm.Improbe(status=status)) is not None:
+                frame = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+                message.Recv([frame, MPI.BYTE])
+                self.accept(status.Get_source(), frame)
         except MPI.Exception as error:
-            raise topreduce.CommError(f"all_gather on rank {self.rank}: {error}") from error
-        return received, counts
+            raise topreduce.CommError(f"rank {self.rank}: {error}") from error
+
+    def settle(self) -> None:
+        while self._sends:
+            self.receive_frames()
+
+
+def _finish(sends: list[tuple[MPI.Request, _Bytes]]) -> None:
+    """MPI uses the memory of what is under way."""
+    if not MPI.Is_finalized():
+        MPI.Request.Waitall([request for request, _ in sends])

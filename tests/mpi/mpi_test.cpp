@@ -70,18 +70,19 @@ TEST(Mpi, PiecesOfAnySizeArriveInOrder) {
 // More than may be under way at once, while nobody receives yet.
 TEST(Mpi, EveryoneMaySendMuchBeforeItReceives) {
   Mpi comm(MPI_COMM_WORLD, {.piece = 1 << 20});
-  const auto bytes = suite::pattern(comm.rank(), 0, 10'000'000);
+  if (comm.size() == 1) return;
+  const int to = (comm.rank() + 1) % comm.size();
+  const int from = (comm.rank() + comm.size() - 1) % comm.size();
+  const auto bytes = suite::pattern(comm.rank(), to, 10'000'000);
   for (std::uint32_t round = 0; round < 8; ++round) {
-    suite::for_others(comm, [&](int peer) { comm.post(peer, {0, round}, {}, bytes); });
+    comm.post(to, {0, round}, {}, bytes);
     comm.flush();
   }
   for (std::uint32_t round = 8; round-- > 0;) {
-    suite::for_others(comm, [&](int peer) { comm.expect({0, round}, peer); });
-    comm.wait({0, round}, at(comm.size() - 1));
-    suite::for_others(comm, [&](int peer) {
-      EXPECT_TRUE(
-          suite::same(comm.message({0, round}, peer), suite::pattern(peer, 0, bytes.size())));
-    });
+    comm.expect({0, round}, from);
+    comm.wait({0, round}, 1);
+    EXPECT_TRUE(suite::same(comm.message({0, round}, from),
+                            suite::pattern(from, comm.rank(), bytes.size())));
     comm.release({0, round});
   }
 }
@@ -156,7 +157,7 @@ TEST(LargeMpi, APartOfMoreThan2GBArrivesWhole) {
 // More than there are places for communicators, so those must be given back; and what is still
 // under way, or was never read, must not come out of a later one.
 TEST(Mpi, CommunicatorsFollowEachOther) {
-  for (int time = 0; time < 3000; ++time) {
+  for (int time = 0; time < 2100; ++time) {
     Mpi comm;
     const Tag tag{0, 0};
     const std::size_t length = time % 100 == 0 ? 200'000 : 8;

@@ -61,6 +61,7 @@ void Communicator::enter(const Place& place) {
   mailbox_->enter(place);
   collectives_before_ = std::exchange(collectives_, 0);
   sent_ = false;
+  together_ = false;
 }
 
 void Communicator::leave() noexcept {
@@ -69,6 +70,7 @@ void Communicator::leave() noexcept {
   mailbox_->leave();
   collectives_ = collectives_before_;
   sent_ = true;  // there is no earlier one to take back
+  together_ = true;
 }
 
 void Communicator::stay() {
@@ -103,6 +105,7 @@ void Communicator::flush() {
     Outgoing& to = outgoing_[at(peer)];
     if (to.stream.empty()) continue;
     std::size_t head = head_bytes(to);
+    to.longest = std::max(to.longest, to.stream.size());
     stay();
     to.epoch = mailbox_->epoch();
     for (std::span<std::byte> rest = to.stream; rest.size() > head;) {
@@ -110,7 +113,7 @@ void Communicator::flush() {
       if (head == 1) {
         frame[0] = Mailbox::kShortHead;
       } else {
-        write_frame_head(mailbox_->epoch(), mailbox_->place(), frame.data());
+        write_frame_head(mailbox_->epoch(), mailbox_->place(), Places::same, frame.data());
       }
       traffic_.bytes_sent += head;
       if (frame.size() == to.stream.size()) {
@@ -126,14 +129,22 @@ void Communicator::flush() {
 }
 
 void Communicator::poll() {
-  receive_frames();
-  mailbox_->check(rank_);
+  for (std::uint64_t seen = version();; seen = version()) {
+    if (!receive_frames() || version() == seen) break;
+  }
+  check_peers();
+}
+
+void Communicator::check_peers() {
   if (mailbox_->differs()) compare_places();
+  mailbox_->check(rank_);
 }
 
 void Patience::pause() const {
-  constexpr std::chrono::microseconds kNap(20);
-  if (Clock::now() >= until_) std::this_thread::sleep_for(kNap);
+  // The longer it has taken, the less a little more matters, and the core has other work.
+  constexpr std::chrono::microseconds kLeast(20), kMost(250);
+  const auto nap = std::chrono::duration_cast<std::chrono::microseconds>(waited() / 32);
+  if (waited() >= spin_) std::this_thread::sleep_for(std::clamp(nap, kLeast, kMost));
 }
 
 void Communicator::wait_for_any(std::uint64_t seen) {
@@ -142,6 +153,7 @@ void Communicator::wait_for_any(std::uint64_t seen) {
   if (!receive_frames()) return mailbox_->wait(seen);
   for (const Patience patience(spin()); mailbox_->version() == seen; receive_frames()) {
     patience.pause();
+    still_waiting(patience.waited());
   }
 }
 
@@ -149,24 +161,39 @@ void Communicator::wait_for_any(std::uint64_t seen) {
 // and drop what they were about; after that they are in step again.
 void Communicator::compare_places() {
   std::array<std::byte, Mailbox::kFrameHead> frame;
-  write_frame_head(mailbox_->epoch(), mailbox_->place(), frame.data());
+  write_frame_head(mailbox_->epoch(), mailbox_->place(), Places::differ, frame.data());
+  mailbox_->expect_all();
   for (int peer = 0; peer < size_; ++peer) {
     outgoing_[at(peer)].stream.clear();
-    if (peer == rank_ || outgoing_[at(peer)].epoch == mailbox_->epoch()) continue;
+    if (peer == rank_) continue;
+    traffic_.bytes_sent += frame.size();
     send_frame(peer, frame);
-    outgoing_[at(peer)].epoch = mailbox_->epoch();
   }
   stay();
   for (;;) {
     const std::uint64_t seen = mailbox_->version();
     receive_frames();
+    mailbox_->check(rank_);
     if (mailbox_->heard_all(rank_)) break;
     wait_for_any(seen);
   }
-  throw std::invalid_argument(
-      "rank " + std::to_string(rank_) +
-      ": the ranks are at different places of the program: " + mailbox_->places(rank_) +
-      ". Make the same calls on all ranks, in the same order; load states of the same step on all");
+  together_ = true;
+  misplaced(mailbox_->title(rank_) +
+            ": the ranks are at different places of the program: " + mailbox_->places(rank_) +
+            ". Make the same calls on all ranks, in the same order; load states of the same step "
+            "on all");
+}
+
+void Communicator::misplaced(const std::string& text) const {
+  throw std::invalid_argument(text);
+}
+
+void Communicator::trim() {
+  for (Outgoing& peer : outgoing_) {
+    if (peer.stream.empty()) trim_to(peer.stream, std::exchange(peer.longest, 0));
+  }
+  trim_to(scratch_.bytes, scratch_.bytes.size());
+  mailbox_->trim();
 }
 
 Traffic Communicator::traffic() const {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "topreduce/api.h"
@@ -33,12 +34,15 @@ struct TOPREDUCE_API Inbox {
 /// Between looks at what nobody announces: keeps the core busy for a while, then naps.
 class TOPREDUCE_API Patience {
  public:
-  explicit Patience(std::chrono::microseconds spin) : until_(Clock::now() + spin) {}
+  using Clock = std::chrono::steady_clock;
+
+  explicit Patience(std::chrono::microseconds spin) : start_(Clock::now()), spin_(spin) {}
   void pause() const;
+  Clock::duration waited() const { return Clock::now() - start_; }
 
  private:
-  using Clock = std::chrono::steady_clock;
-  Clock::time_point until_;
+  Clock::time_point start_;
+  std::chrono::microseconds spin_;
 };
 
 /// Moves bytes between ranks; knows nothing of gradients. One thread at a time.
@@ -64,6 +68,9 @@ class TOPREDUCE_API Communicator {
   void enter(const Place& place);
   /// Takes the last `enter` back if nothing was sent since.
   void leave() noexcept;
+  /// Whether no peer waits here for more: nothing was sent since the last `enter`, or all ranks
+  /// have been told that they are at different places.
+  bool in_step() const { return !sent_ || together_; }
 
   /// Sends `head` and then `bytes` as one message to another rank. Both may change at once.
   virtual void post(int peer, const Tag& tag, std::span<const std::byte> head,
@@ -95,6 +102,9 @@ class TOPREDUCE_API Communicator {
   /// Waits until what was sent has left this rank, where bytes move only while the transport is
   /// called: before a rank computes for long, or peers wait for as long. Collectives end with it.
   virtual void settle() {}
+  /// Frees memory far larger than what was sent and received since the last call: dense steps leave
+  /// it.
+  void trim();
 
   // ---- collectives ----
 
@@ -134,20 +144,25 @@ class TOPREDUCE_API Communicator {
   virtual void send_frame(int peer, std::span<const std::byte> frame) = 0;
   /// The same for a buffer that the transport may keep, if it leaves another.
   virtual void hand_over(int peer, Bytes& frame) { send_frame(peer, frame); }
-  /// Passes frames that have come to `mailbox().accept`. A transport whose frames are passed on by
-  /// other threads does nothing, and says so by returning false.
+  /// Passes frames that have come to `mailbox().accept`, one at least if there are any. A transport
+  /// whose frames are passed on by other threads does nothing, and says so by returning false.
   virtual bool receive_frames() { return false; }
   virtual void do_native_all_reduce(std::span<float>) {}
   /// More than the head of a frame.
   virtual std::size_t frame_limit() const { return std::size_t{1} << 30; }
   /// How long a wait for frames keeps its core busy before it naps between looks.
   virtual std::chrono::microseconds spin() const { return std::chrono::microseconds(100); }
+  /// Called again and again while a wait for frames lasts; may throw to end it.
+  virtual void still_waiting(Patience::Clock::duration) {}
+  /// Throws what ranks get that are at different places: all of them do, and may go on.
+  [[noreturn]] virtual void misplaced(const std::string& text) const;
 
  private:
   friend class Decorator;
   enum class Call : std::uint8_t { all_to_all = 1, all_gather, broadcast, barrier };
 
   void stay();
+  void check_peers();
   void compare_places();
   template <class PartFor>
   void gather(Call call, PartFor&& part_for, Inbox& inbox);
@@ -158,10 +173,12 @@ class TOPREDUCE_API Communicator {
   struct Outgoing {
     Bytes stream;                             // room for the head of a frame, then messages
     std::uint32_t epoch = ~std::uint32_t{0};  // of the last frame
+    std::size_t longest = 0;                  // since the last `trim`
   };
   std::size_t head_bytes(const Outgoing& to) const;
   std::vector<Outgoing> outgoing_;  // by peer
   bool sent_ = true;                // anything since the last `enter`
+  bool together_ = false;           // all ranks have ended this epoch
   Traffic traffic_;
   std::uint32_t collectives_ = 0, collectives_before_ = 0;  // of this epoch and the last
   Inbox scratch_;
@@ -173,7 +190,7 @@ void Communicator::wait(const Tag& tag, std::size_t count, Came&& came) {
   flush();
   for (;;) {
     const std::uint64_t seen = version();
-    poll();
+    check_peers();
     came();
     if (arrived(tag) >= count) return;
     wait_for_any(seen);

@@ -15,6 +15,7 @@ using wire::store;
 constexpr std::uint16_t kMagic = 0x5054;  // "TP"
 constexpr std::uint8_t kVersion = 4;
 constexpr std::uint8_t kLastKind = static_cast<std::uint8_t>(Place::Kind::step);
+constexpr std::uint8_t kDiffer = 0x80;    // beside the kind
 constexpr std::size_t kLeastRoom = 4096;  // bytes: short messages of any length share their memory
 
 constexpr std::size_t kMostVarint = 9;  // bytes
@@ -75,10 +76,16 @@ bool read_varint(std::span<const std::byte>& bytes, std::uint64_t& number) {
   return read_number(bytes, number) == Head::whole;
 }
 
-void write_frame_head(std::uint32_t epoch, const Place& place, std::byte* out) {
+void trim_to(Bytes& buffer, std::size_t used) {
+  constexpr std::size_t kSmall = 1 << 16;
+  if (buffer.capacity() > 2 * used + kSmall) Bytes().swap(buffer);
+}
+
+void write_frame_head(std::uint32_t epoch, const Place& place, Places known, std::byte* out) {
+  const std::uint8_t flag = known == Places::differ ? kDiffer : 0;
   store(out, kMagic);
   store(out + 2, kVersion);
-  store(out + 3, static_cast<std::uint8_t>(place.kind));
+  store(out + 3, static_cast<std::uint8_t>(static_cast<std::uint8_t>(place.kind) | flag));
   store(out + 4, place.step);
   store(out + 12, epoch);
 }
@@ -110,7 +117,8 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame, Bytes* buffer) 
     return lose_locked(peer, Loss::damaged, "a frame that is none of topreduce's");
   }
   const auto version = load<std::uint8_t>(frame.data() + 2);
-  const auto kind = load<std::uint8_t>(frame.data() + 3);
+  const auto flagged = load<std::uint8_t>(frame.data() + 3);
+  const auto kind = static_cast<std::uint8_t>(flagged & ~kDiffer);
   if (version != kVersion || kind > kLastKind) {
     return lose_locked(peer, Loss::damaged,
                        "a frame of version " + std::to_string(version) + ", this is version " +
@@ -123,8 +131,11 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame, Bytes* buffer) 
   from.epoch = epoch;
   from.heard = true;
   const Place place{static_cast<Place::Kind>(kind), load<std::uint64_t>(frame.data() + 4)};
-  if (epoch >= oldest_ && (from.places.empty() || from.places.back().first != epoch)) {
-    from.places.emplace_back(epoch, place);
+  if (epoch >= oldest_) {
+    if (from.places.empty() || from.places.back().epoch != epoch) {
+      from.places.push_back({epoch, place});
+    }
+    from.places.back().differs |= flagged != kind;
   }
   read(peer, frame.subspan(kFrameHead), buffer);
 }
@@ -153,16 +164,14 @@ void Mailbox::read(int peer, std::span<const std::byte> stream, Bytes* buffer) {
         Message& message = find_or_make(from.epoch, from.tag).messages[at(peer)];
         if (message.here) return lose_locked(peer, Loss::damaged, "the same message twice");
         from.target = &message;
-        message.start = 0;
         if (buffer != nullptr && from.missing == stream.size() && from.missing >= kLeastRoom) {
           message.start = buffer->size() - stream.size();
-          std::swap(message.bytes, *buffer);
+          message.bytes = std::exchange(*buffer, spares_.take(buffer->size()));
           from.missing = 0;
           return finish_message(peer);
         }
-        message.bytes.clear();
         // Not more than what came so far: a length is only a claim.
-        message.bytes.reserve(std::max(kLeastRoom, std::min(from.missing, stream.size())));
+        message.bytes = spares_.take(std::max(kLeastRoom, std::min(from.missing, stream.size())));
       }
     }
     const std::size_t count = std::min(from.missing, stream.size());
@@ -177,6 +186,7 @@ void Mailbox::finish_message(int peer) {
   Peer& from = peers_[at(peer)];
   from.open = false;
   if (from.target == nullptr) return;
+  longest_ = std::max(longest_, from.target->bytes.size());
   from.target->here = true;
   if (std::exchange(from.target->expected, false)) --from.expected;
   ++find(from.epoch, from.tag)->count;
@@ -195,28 +205,33 @@ void Mailbox::lose_locked(int peer, Loss loss, const std::string& why) {
   from.why = why;
   ++version_;
   changed_.notify_all();
-  wanted_.notify_all();
 }
 
-int Mailbox::next_expected(int last) {
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    if (closed_) return -1;
-    const int ranks = static_cast<int>(peers_.size());
-    for (int i = 1; i <= ranks; ++i) {
-      const int peer = (last + i) % ranks;
-      if (peers_[at(peer)].expected > 0 && !peers_[at(peer)].lost) return peer;
-    }
-    wanted_.wait(lock);
-  }
-}
-
-void Mailbox::close() {
+std::vector<int> Mailbox::awaited() const {
   const std::lock_guard lock(mutex_);
-  closed_ = true;
-  ++version_;
-  wanted_.notify_all();
-  changed_.notify_all();
+  std::vector<int> ranks;
+  for (std::size_t r = 0; r < peers_.size(); ++r) {
+    if (waits_for(peers_[r]) && !peers_[r].lost) ranks.push_back(static_cast<int>(r));
+  }
+  return ranks;
+}
+
+bool Mailbox::waits_for(const Peer& peer) const {
+  return peer.expected > 0 || (expects_all_ && peer.epoch < epoch_);
+}
+
+void Mailbox::introduce(std::string title, std::vector<int> names) {
+  const std::lock_guard lock(mutex_);
+  title_ = std::move(title);
+  names_ = std::move(names);
+}
+
+std::string Mailbox::title(int rank) const {
+  return title_.empty() ? "rank " + name(at(rank)) : title_;
+}
+
+std::string Mailbox::name(std::size_t rank) const {
+  return std::to_string(names_.empty() ? static_cast<int>(rank) : names_[rank]);
 }
 
 // ---- the rank itself ---------------------------------------------------------------------------
@@ -224,6 +239,7 @@ void Mailbox::close() {
 void Mailbox::enter(const Place& place) {
   const std::lock_guard lock(mutex_);
   before_ = std::exchange(place_, place);
+  expects_all_ = false;
   drop_before(epoch_);
   ++epoch_;
   expect_nothing();
@@ -246,7 +262,7 @@ void Mailbox::drop_before(std::uint32_t epoch) {
   oldest_ = epoch;
   for (Peer& peer : peers_) {
     if (peer.open && peer.epoch < epoch) peer.target = nullptr;  // the rest of it is dropped
-    std::erase_if(peer.places, [&](const auto& heard) { return heard.first < epoch; });
+    std::erase_if(peer.places, [&](const auto& heard) { return heard.epoch < epoch; });
   }
   for (const auto& slot : slots_) {
     if (slot->used && slot->epoch < epoch) drop(*slot);
@@ -265,7 +281,7 @@ void Mailbox::expect(const Tag& tag, int peer) {
   Message& message = find_or_make(epoch_, tag).messages[at(peer)];
   if (message.here || message.expected) return;
   message.expected = true;
-  if (peers_[at(peer)].expected++ == 0) wanted_.notify_all();
+  ++peers_[at(peer)].expected;
 }
 
 std::size_t Mailbox::arrived(const Tag& tag) const {
@@ -301,27 +317,34 @@ void Mailbox::check(int rank) const {
   const std::lock_guard lock(mutex_);
   for (std::size_t r = 0; r < peers_.size(); ++r) {
     const Peer& peer = peers_[r];
-    if (!peer.lost || peer.expected == 0) continue;
-    const std::string text = "rank " + std::to_string(rank) + ", " + to_string(place_) +
-                             ": from rank " + std::to_string(r) + ": " + peer.why;
-    if (peer.loss == Loss::damaged) throw WireError(text);
-    throw CommError(text);
+    // Frames keep their order: what is missing of an epoch that its sender has left never comes.
+    const bool left = !expects_all_ && peer.expected > 0 && peer.epoch > epoch_;
+    const bool gave_up = peer.loss == Loss::gave_up && peer.epoch >= epoch_;
+    const bool missed = peer.lost && (waits_for(peer) || gave_up);
+    if (r == at(rank) || !(left || missed)) continue;
+    const std::string text = title(rank) + ", " + to_string(place_) + ": rank " + name(r) + " ";
+    if (left) throw WireError(text + "has gone on to " + to_string(peer.places.back().place));
+    if (peer.loss == Loss::damaged) throw WireError(text + "sent " + peer.why);
+    throw CommError(text + peer.why);
   }
+}
+
+void Mailbox::expect_all() {
+  const std::lock_guard lock(mutex_);
+  expects_all_ = true;
 }
 
 bool Mailbox::differs() const {
   const std::lock_guard lock(mutex_);
   return std::ranges::any_of(peers_, [&](const Peer& peer) {
-    const Place* place = place_of(peer);
-    return place != nullptr && *place != place_;
+    const Stay* stay = stay_of(peer);
+    return stay != nullptr && (stay->differs || stay->place != place_);
   });
 }
 
-const Place* Mailbox::place_of(const Peer& peer) const {
-  for (const auto& [epoch, place] : peer.places) {
-    if (epoch == epoch_) return &place;
-  }
-  return nullptr;
+const Mailbox::Stay* Mailbox::stay_of(const Peer& peer) const {
+  const auto found = std::ranges::find(peer.places, epoch_, &Stay::epoch);
+  return found == peer.places.end() ? nullptr : &*found;
 }
 
 bool Mailbox::heard_all(int rank) const {
@@ -337,8 +360,9 @@ std::string Mailbox::places(int rank) const {
   const std::lock_guard lock(mutex_);
   std::string text;
   for (std::size_t r = 0; r < peers_.size(); ++r) {
-    const Place* place = r == at(rank) ? &place_ : place_of(peers_[r]);
-    text += (r > 0 ? "; rank " : "rank ") + std::to_string(r) + ": " +
+    const Stay* stay = stay_of(peers_[r]);
+    const Place* place = r == at(rank) ? &place_ : stay == nullptr ? nullptr : &stay->place;
+    text += (r > 0 ? "; rank " : "rank ") + name(r) + ": " +
             (place != nullptr ? to_string(*place) : "not heard of");
   }
   return text;
@@ -347,6 +371,15 @@ std::string Mailbox::places(int rank) const {
 std::uint64_t Mailbox::bytes_received() const {
   const std::lock_guard lock(mutex_);
   return bytes_received_;
+}
+
+void Mailbox::trim() {
+  const std::lock_guard lock(mutex_);
+  for (const auto& slot : slots_) {
+    if (slot->used) continue;
+    for (Message& message : slot->messages) trim_to(message.bytes, longest_);
+  }
+  longest_ = 0;
 }
 
 Mailbox::Slot* Mailbox::find(std::uint32_t epoch, const Tag& tag) const {
@@ -379,6 +412,8 @@ void Mailbox::drop(Slot& slot) {
     Message& message = slot.messages[r];
     Peer& peer = peers_[r];
     message.here = false;
+    message.start = 0;
+    spares_.give(std::move(message.bytes));
     if (std::exchange(message.expected, false)) --peer.expected;
     if (peer.open && peer.target == &message) peer.target = nullptr;
   }

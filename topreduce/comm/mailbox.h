@@ -34,8 +34,9 @@ struct TOPREDUCE_API Place {
 };
 TOPREDUCE_API std::string to_string(const Place& place);
 
-/// How a peer was lost, or why its bytes cannot be used; read by the owner of the mailbox.
-enum class Loss { gone, damaged };
+/// How a peer was lost: it may have been done, it has given up what it was about, or its bytes
+/// cannot be used.
+enum class Loss { gone, gave_up, damaged };
 
 /// What one rank has received. Frames are put in by whoever receives them, which may be another
 /// thread; messages are taken out by the rank's own thread. A frame is
@@ -46,6 +47,7 @@ enum class Loss { gone, damaged };
 ///
 ///   "t" | any part of the stream of messages
 ///
+/// where the highest bit of the place says that some rank is elsewhere,
 /// and the stream of a peer is its messages one after the other, each
 ///
 ///   exchange, round, bytes: LEB128 | the bytes
@@ -64,12 +66,14 @@ class TOPREDUCE_API Mailbox {
   void accept(int peer, std::span<const std::byte> frame);
   /// The same for a buffer that may be kept, if another is left: a long message need not be copied.
   void accept(int peer, Bytes& frame);
-  /// Nothing more will come from `peer`; of several reasons the first counts.
+  /// Nothing more will come from `peer`, which `why`: "has left". Of several reasons the first
+  /// counts.
   void lose(int peer, Loss loss, const std::string& why);
-  /// Waits until a message is expected of some peer, and says of which; the first after `last` in
-  /// turn. -1 after `close`.
-  int next_expected(int last);
-  void close();
+  /// Peers that this rank waits for, unless they are lost.
+  std::vector<int> awaited() const;
+
+  /// How errors call this rank, "rank 0 of 4", and the number that each rank has in them.
+  void introduce(std::string title, std::vector<int> names);
 
   // ---- the rank itself ----
 
@@ -93,16 +97,23 @@ class TOPREDUCE_API Mailbox {
   /// Until the version is another one than `seen`.
   void wait(std::uint64_t seen);
 
-  /// Throws CommError or WireError if a peer is lost of whom something is expected.
+  /// Throws CommError or WireError if a peer is lost of whom something is expected, or that has
+  /// given up here; WireError too if it has gone on without sending what is expected.
   void check(int rank) const;
-  /// Whether a peer is at another place; its frames of this epoch say so.
+  /// From now on, and until the next `enter`, this rank waits to hear of every peer.
+  void expect_all();
+  /// Whether a peer is at another place, or has noticed one; its frames of this epoch say so.
   bool differs() const;
   /// Whether every peer has been heard of in this epoch.
   bool heard_all(int rank) const;
   /// By rank, where the peers are in this epoch, in words.
   std::string places(int rank) const;
+  std::string title(int rank) const;
 
   std::uint64_t bytes_received() const;
+
+  /// Frees memory for messages far longer than those that came since the last call.
+  void trim();
 
  private:
   static constexpr std::size_t kMostHead = 27;  // bytes: three numbers
@@ -119,10 +130,15 @@ class TOPREDUCE_API Mailbox {
     std::size_t count = 0;          // of those that are here
     std::vector<Message> messages;  // by peer
   };
+  struct Stay {
+    std::uint32_t epoch = 0;
+    Place place;
+    bool differs = false;  // it knows of a rank that is elsewhere
+  };
   struct Peer {
-    bool heard = false;                                   // of anything yet
-    std::uint32_t epoch = 0;                              // of its last frame
-    std::vector<std::pair<std::uint32_t, Place>> places;  // in this epoch and later ones
+    bool heard = false;        // of anything yet
+    std::uint32_t epoch = 0;   // of its last frame
+    std::vector<Stay> places;  // in this epoch and later ones
     bool lost = false;
     Loss loss = Loss::gone;
     std::string why;
@@ -144,27 +160,38 @@ class TOPREDUCE_API Mailbox {
   void drop(Slot& slot);
   void drop_before(std::uint32_t epoch);
   void expect_nothing();
-  const Place* place_of(const Peer& peer) const;  // in this epoch; null: not heard of
+  const Stay* stay_of(const Peer& peer) const;  // in this epoch; null: not heard of
+  bool waits_for(const Peer& peer) const;
+  std::string name(std::size_t rank) const;
   void lose_locked(int peer, Loss loss, const std::string& why);
 
   mutable std::mutex mutex_;
-  std::condition_variable changed_, wanted_;
+  std::condition_variable changed_;
   std::vector<Peer> peers_;
   std::vector<std::unique_ptr<Slot>> slots_;
+  Spares spares_;
   std::uint32_t epoch_ = 0, oldest_ = 0;  // messages before `oldest_` are dropped
   Place place_, before_;
   std::uint64_t version_ = 0;
   std::uint64_t bytes_received_ = 0;
-  bool closed_ = false;
+  std::size_t longest_ = 0;  // message since the last `trim`
+  bool expects_all_ = false;
+  std::string title_;
+  std::vector<int> names_;
 };
+
+/// Frees a buffer that is far larger than `used` bytes.
+void trim_to(Bytes& buffer, std::size_t used);
 
 /// A rank as a place in a vector.
 constexpr std::size_t at(int rank) {
   return static_cast<std::size_t>(rank);
 }
 
-/// Writes the head of a frame of kFrameHead bytes.
-void write_frame_head(std::uint32_t epoch, const Place& place, std::byte* out);
+/// Writes the head of a frame of kFrameHead bytes; `same`: as far as its sender knows, all ranks
+/// are at this place.
+enum class Places : std::uint8_t { same, differ };
+void write_frame_head(std::uint32_t epoch, const Place& place, Places known, std::byte* out);
 /// Appends a number in groups of seven bits, the lowest first.
 void append_varint(Bytes& out, std::uint64_t number);
 /// Reads one and moves on; false if the bytes end first.

@@ -121,14 +121,14 @@ bool Mpi::progress_until(Done&& done, std::chrono::seconds at_most) {
 
 void Mpi::send_frame(int peer, std::span<const std::byte> frame) {
   if (!wait_for_room(peer, frame.size())) return;
-  Bytes copy = take_buffer(frame.size());
+  Bytes copy = spares_.take(frame.size());
   append(copy, frame);
   send(peer, std::move(copy));
 }
 
 void Mpi::hand_over(int peer, Bytes& frame) {
   if (!wait_for_room(peer, frame.size())) return;
-  Bytes other = take_buffer(frame.size());
+  Bytes other = spares_.take(frame.size());
   std::swap(frame, other);
   send(peer, std::move(other));
 }
@@ -160,7 +160,7 @@ void Mpi::reap_sends() {
     if (sends_.requests[i] != MPI_REQUEST_NULL) continue;
     Frame& frame = sends_.frames[i];
     sending_[at(frame.peer)] -= frame.bytes.size();
-    spare_.push_back(std::move(frame.bytes));
+    spares_.give(std::move(frame.bytes));
     std::swap(frame, sends_.frames.back());
     std::swap(sends_.requests[i], sends_.requests.back());
     sends_.frames.pop_back();
@@ -179,7 +179,7 @@ bool Mpi::receive_frames() {
   if (broken_) fail("this communicator has failed before", kEveryone);
   if (size() == 1) return true;
   reap_sends();
-  reap_receives();
+  if (reap_receives()) return true;
   for (;;) {
     int found = 0;
     MPI_Message message = MPI_MESSAGE_NULL;
@@ -188,30 +188,35 @@ bool Mpi::receive_frames() {
     if (found == 0) return true;
     int count = 0;
     check(MPI_Get_count(&status, MPI_BYTE, &count), status.MPI_SOURCE);
-    receive(status.MPI_SOURCE, count, message);
+    // Another look, in vain, would give the core away, while this frame may be all that is missing.
+    if (receive(status.MPI_SOURCE, count, message)) return true;
   }
 }
 
-void Mpi::receive(int peer, int count, MPI_Message& message) {
-  Frame frame{peer, take_buffer(static_cast<std::size_t>(count))};
-  make_room(frame.bytes, static_cast<std::size_t>(count));
+bool Mpi::receive(int peer, int count, MPI_Message& message) {
+  Frame frame{peer, spares_.take(static_cast<std::size_t>(count))};
   frame.bytes.resize(static_cast<std::size_t>(count));
   MPI_Request request = MPI_REQUEST_NULL;
   check(MPI_Imrecv(frame.bytes.data(), count, MPI_BYTE, &message, &request), peer);
   if (receiving_[at(peer)] == 0) {  // short ones are here already
     int done = 0;
     const int code = MPI_Test(&request, &done, MPI_STATUS_IGNORE);
-    if (code == MPI_SUCCESS && done != 0) return deliver(std::move(frame));
+    if (code == MPI_SUCCESS && done != 0) {
+      deliver(std::move(frame));
+      return true;
+    }
     check(code, peer);
   }
   receives_.frames.push_back(std::move(frame));
   receives_.requests.push_back(request);
   ++receiving_[at(peer)];
+  return false;
 }
 
 // Takes those that are done, but none before an earlier one of the same peer.
-void Mpi::reap_receives() {
+bool Mpi::reap_receives() {
   test(receives_);
+  const std::size_t before = receives_.frames.size();
   for (std::size_t i = 0; i < receives_.frames.size();) {
     const auto place = static_cast<std::ptrdiff_t>(i);
     const auto earlier = std::span(receives_.frames).first(i);
@@ -227,16 +232,17 @@ void Mpi::reap_receives() {
     --receiving_[at(peer)];
     deliver(std::move(frame));
   }
+  return receives_.frames.size() < before;
 }
 
 void Mpi::deliver(Frame&& frame) {
   if (frame.bytes.empty()) {
     gone_[at(frame.peer)] = 1;
-    mailbox().lose(frame.peer, Loss::gone, "it has left the group");
+    mailbox().lose(frame.peer, Loss::gone, "has left the group");
   } else {
     mailbox().accept(frame.peer, frame.bytes);
   }
-  spare_.push_back(std::move(frame.bytes));
+  spares_.give(std::move(frame.bytes));
 }
 
 // ---- both --------------------------------------------------------------------------------------
@@ -257,26 +263,6 @@ void Mpi::test(Moves& moves) {
     check(statuses_[static_cast<std::size_t>(i)].MPI_ERROR, moves.frames[place].peer);
   }
   check(code, kEveryone);
-}
-
-// The smallest that is large enough, or else the largest.
-Bytes Mpi::take_buffer(std::size_t size) {
-  auto best = spare_.begin();
-  for (auto next = spare_.begin(); next != spare_.end(); ++next) {
-    const bool enough = next->capacity() >= size;
-    if (best->capacity() >= size ? enough && next->capacity() < best->capacity()
-                                 : next->capacity() > best->capacity()) {
-      best = next;
-    }
-  }
-  Bytes bytes;
-  if (best != spare_.end() && size > 0) {
-    std::swap(bytes, *best);
-    std::swap(*best, spare_.back());
-    spare_.pop_back();
-  }
-  bytes.clear();
-  return bytes;
 }
 
 void Mpi::check(int code, int peer) {

@@ -62,14 +62,14 @@ class TOPREDUCE_API Mpi final : public Communicator {
   void send(int peer, Bytes&& bytes);
   void test(Moves& moves);
   void reap_sends();
-  void reap_receives();
-  void receive(int peer, int count, MPI_Message& message);
+  // True if a frame was delivered.
+  bool reap_receives();
+  bool receive(int peer, int count, MPI_Message& message);
   void deliver(Frame&& frame);
   bool take_leave() noexcept;
   template <class Done>
   bool progress_until(Done&& done, std::chrono::seconds at_most);
 
-  Bytes take_buffer(std::size_t size);  // empty, and large enough if there is one
   void check(int code, int peer);
   [[noreturn]] void fail(const std::string& what, int peer);
 
@@ -80,7 +80,7 @@ class TOPREDUCE_API Mpi final : public Communicator {
   std::vector<std::size_t> sending_;    // bytes under way to each peer
   std::vector<std::size_t> receiving_;  // frames under way from each peer
   std::vector<char> gone_;              // by peer: has left
-  std::vector<Bytes> spare_;
+  Spares spares_;
   std::vector<int> finished_;
   std::vector<MPI_Status> statuses_;
 };

@@ -15,7 +15,7 @@ namespace {
 
 using Mailboxes = std::vector<std::shared_ptr<Mailbox>>;
 
-constexpr char kLeft[] = "it has left the group";
+constexpr char kLeft[] = "has left the group";
 
 class ThreadRank final : public Communicator {
  public:

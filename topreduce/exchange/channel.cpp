@@ -11,10 +11,10 @@ namespace topreduce::exchange {
 using comm::at;
 
 void Channel::open(Communicator& comm, const Subject& subject, const Pending& pending,
-                   StepStats& stats, Threads& threads, Workspace& workspace) {
+                   StepStats& stats, Workspace& workspace) {
   comm_ = &comm;
   stats_ = &stats;
-  threads_ = &threads;
+  threads_ = &Threads::none();
   workspace_ = &workspace;
   subject_ = subject;
   values_ = subject.values;

@@ -51,7 +51,7 @@ class Channel {
  public:
   /// Starts an exchange over the segments of `pending`.
   void open(Communicator& comm, const Subject& subject, const Pending& pending, StepStats& stats,
-            Threads& threads, Workspace& workspace);
+            Workspace& workspace);
 
   int rank() const { return comm_->rank(); }
   int ranks() const { return comm_->size(); }
@@ -83,7 +83,11 @@ class Channel {
   auto arrival(const Round& round) { return Arrival{*this, round}; }
   /// Whether the exchange can go on.
   bool ready() const { return waiting_ && is_here(awaited_); }
-  void resume() { std::exchange(waiting_, {}).resume(); }
+  /// Lets it go on; `threads` share what there is to read.
+  void resume(Threads& threads) {
+    threads_ = &threads;
+    std::exchange(waiting_, {}).resume();
+  }
 
   // ---- the transport's own all-reduce ----
 
@@ -184,7 +188,7 @@ class Channel {
 
   Communicator* comm_ = nullptr;
   StepStats* stats_ = nullptr;
-  Threads* threads_ = nullptr;
+  Threads* threads_ = &Threads::none();
   Workspace* workspace_ = nullptr;
   Subject subject_;
   wire::Values values_ = wire::Values::fp32;

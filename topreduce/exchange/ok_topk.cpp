@@ -80,7 +80,8 @@ void intersect(SparseVector& mine, const SparseVector& delivered) {
 
 class OkTopk final : public Exchange {
  public:
-  OkTopk(const Control& control, const Layout& layout) : control_(control), regions_(layout) {}
+  OkTopk(const Control& control, const Layout& layout)
+      : control_(control), model_(std::max<std::size_t>(1, layout.size())), regions_(layout) {}
 
   void begin(const Budget& budget) override {
     at_once_ = budget.exchanges == Budget::Exchanges::one;
@@ -203,7 +204,7 @@ class OkTopk final : public Exchange {
 
   void visit(StateVisitor& visitor) override {
     visit_number(visitor, "ok_topk.threshold", threshold_, state_range::kThreshold);
-    visit_number(visitor, "ok_topk.budget", last_k_, state_range::kEntries);
+    visit_number(visitor, "ok_topk.budget", last_k_, state_range::entries_of(model_));
     visit_number(visitor, "ok_topk.due", due_, state_range::kFlag);
     visit_number(visitor, "ok_topk.skew", skew_, {0, 0x1p32});
     visit_number(visitor, "ok_topk.agreed", agreed_, state_range::kFlag);
@@ -250,6 +251,7 @@ class OkTopk final : public Exchange {
   }
 
   Control control_;
+  std::size_t model_;  // entries
   Regions regions_;
   GlobalCut global_;
   Pool<Buffer<float>> bounds_;

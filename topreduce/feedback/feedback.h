@@ -36,6 +36,9 @@ class Feedback {
   /// False as long as the next step must send everything.
   virtual bool started() const { return true; }
 
+  /// Whether any part of a sum can be given back to the ranks and stay owed.
+  virtual bool takes_back() const { return false; }
+
   /// Whether it adds up gradients beside its base, so that they must be small enough themselves.
   virtual bool keeps_gradients() const { return false; }
 

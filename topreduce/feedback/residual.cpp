@@ -19,6 +19,7 @@ class Residual final : public Feedback {
     return device_ == nullptr ? std::span<const float>(owed_) : std::span<const float>();
   }
   bool has_base() const override { return entries_ > 0; }
+  bool takes_back() const override { return device_ == nullptr; }
   std::span<const float> owed() const override {
     fetch();
     return owed_;

@@ -82,7 +82,7 @@ void Foresight::commit(double threshold) {
 
 void Foresight::visit(StateVisitor& visitor) {
   visit_number(visitor, name_ + ".threshold", threshold_, state_range::kThreshold);
-  visit_number(visitor, name_ + ".budget", last_k_, state_range::kEntries);
+  visit_number(visitor, name_ + ".budget", last_k_, state_range::entries_of(model_));
   caps_.visit(name_ + ".share", visitor);
 }
 

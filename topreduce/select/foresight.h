@@ -18,7 +18,8 @@ namespace topreduce::select {
 class Foresight {
  public:
   /// `name` stands before the names of its state.
-  Foresight(std::string_view name, const Layout& layout) : name_(name), caps_(layout) {}
+  Foresight(std::string_view name, const Layout& layout)
+      : name_(name), model_(std::max<std::size_t>(1, layout.size())), caps_(layout) {}
 
   void begin(const Budget& budget);
   /// As Selector::choose.
@@ -40,6 +41,7 @@ class Foresight {
   void choose_on_device(const Pending& pending, SparseVector& selected);
 
   std::string name_;
+  std::size_t model_;  // entries
   Budget budget_;
   float cut_ = 0;
   Caps caps_;

@@ -34,7 +34,8 @@ struct Control {
 
 class Reused final : public Selector {
  public:
-  Reused(const Control& control, const Layout& layout) : control_(control), caps_(layout) {}
+  Reused(const Control& control, const Layout& layout)
+      : control_(control), model_(std::max<std::size_t>(1, layout.size())), caps_(layout) {}
 
   void begin(const Budget& budget) override {
     budget_ = budget;
@@ -82,7 +83,7 @@ class Reused final : public Selector {
 
   void visit(StateVisitor& visitor) override {
     visit_number(visitor, "reused.threshold", threshold_, state_range::kThreshold);
-    visit_number(visitor, "reused.budget", last_k_, state_range::kEntries);
+    visit_number(visitor, "reused.budget", last_k_, state_range::entries_of(model_));
     visit_number(visitor, "reused.due", due_, state_range::kFlag);
     caps_.visit("reused.share", visitor);
   }
@@ -175,6 +176,7 @@ class Reused final : public Selector {
   }
 
   Control control_;
+  std::size_t model_;  // entries
   Budget budget_;
   Strongest strongest_;
   Strongest ranking_;  // over all buckets of a step: its k-th magnitude

@@ -12,6 +12,7 @@ from topreduce.lab.runs import Network
 
 RACE_METHODS = "noop,dense,fp16,powersgd:1,powersgd:4,topk:density=0.01,ok_topk:density=0.01"
 TRAIN_METHODS = "dense,powersgd:8,topk:density=0.01,ok_topk:density=0.01"
+_LONGEST_DELAY = 1.0  # seconds; the self-test waits for several round trips
 
 
 class Defaults(argparse.ArgumentDefaultsHelpFormatter):
@@ -88,7 +89,12 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rate", default="100mbit", help="of every link, both ways; or one for each host; or none"
     )
-    parser.add_argument("--delay", type=as_seconds, default=0.0, help="between any two hosts")
+    parser.add_argument(
+        "--delay",
+        type=as_seconds,
+        default=0.0,
+        help="from any host to any other, one way: 15ms make a round trip of 30 ms",
+    )
     parser.add_argument(
         "--local", action="store_true", help="processes without a network of their own: no limit"
     )
@@ -119,6 +125,10 @@ def workload(asked: argparse.Namespace) -> Workload:
 
 def network(asked: argparse.Namespace) -> Network:
     """The network that was asked for."""
+    if asked.local and asked.delay:
+        raise ValueError("--delay needs a network of its own: leave --local out")
+    if asked.delay > _LONGEST_DELAY:
+        raise ValueError(f"--delay: at most {_LONGEST_DELAY:g} s, not {asked.delay:g} s")
     rates = parse_rates("none" if asked.local else asked.rate, asked.hosts)
     kind = "local" if asked.local else "cluster"
     return Network(rates=rates, delay=asked.delay, kind=kind)

@@ -1,23 +1,31 @@
-"""An emulated cluster: hosts as network namespaces on a bridge, each link as slow as asked for.
+"""An emulated cluster: hosts as network namespaces on a switch, each link as slow as asked for.
 
 host 0  eth0 --tbf--> \\                 every host has a link of its own, limited both ways:
-        eth0 <--tbf--  \\  bridge        at its end on the way up, at the bridge's on the way
-host 1  eth0 --tbf-->  /  in a          down; the bridge is in a namespace too, so that the
+        eth0 <--tbf--  \\  switch        at its end on the way up, at the switch's on the way
+host 1  eth0 --tbf-->  /  in a          down; the switch is in a namespace too, so that the
         eth0 <--tbf-- /   hub            machine's own interfaces are never touched
+
+The switch is the kernel's bridge. To hold packets back on their way it is a program of ours
+(python/relay): many kernels lack netem, and one way is enough.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
-from topreduce.lab.namespaces import TOOLS, ClusterError, Namespace, tool
+from topreduce.lab.namespaces import TOOLS, ClusterError, Helper, Namespace, tool
+from topreduce.lab.relay import Relay
 
+Kept = TypeVar("Kept", bound=Helper)
 Rate = float | None  # bits per second; None: as fast as the machine
 
 INTERFACE = "eth0"
@@ -51,33 +59,45 @@ class Host:
 
 @contextlib.contextmanager
 def cluster(rates: Sequence[Rate], delay: float = 0.0) -> Iterator[list[Host]]:
-    """Hosts with links of these rates; `delay`: seconds from any host to any other.
+    """Hosts with links of these rates; `delay`: seconds from any host to any other, one way.
 
     ClusterError if the machine does not allow it; `obstacle` tells beforehand.
     """
-    with contextlib.ExitStack() as stack:
-
-        def namespace() -> Namespace:
-            made = Namespace()
-            stack.callback(made.close)
-            return made
-
-        hub = namespace()
-        hub.configure("ip", ["link set lo up", "link add bridge type bridge", "link set bridge up"])
-        hosts = []
-        for number, rate in enumerate(rates):
-            host = Host(namespace(), f"10.77.0.{number + 1}", rate)
-            _connect(hub, host, f"port{number}", delay)
-            hosts.append(host)
+    with cluster_and_relay(rates, delay) as (hosts, _):
         yield hosts
 
 
+@contextlib.contextmanager
+def cluster_and_relay(
+    rates: Sequence[Rate], delay: float
+) -> Iterator[tuple[list[Host], Relay | None]]:
+    """The same with what holds the packets back: nothing if there is no delay."""
+    with contextlib.ExitStack() as stack:
+
+        def kept(made: Kept) -> Kept:
+            stack.callback(made.close)
+            return made
+
+        hub = kept(Namespace())
+        hub.configure("ip", ["link set lo up"])
+        if not delay:
+            hub.configure("ip", ["link add bridge type bridge", "link set bridge up"])
+        hosts = []
+        for number, rate in enumerate(rates):
+            host = Host(kept(Namespace()), f"10.77.0.{number + 1}", rate)
+            _connect(hub, host, f"port{number}", delay)
+            hosts.append(host)
+        ports = [f"port{number}" for number in range(len(rates))]
+        yield hosts, kept(Relay(hub, delay, ports)) if delay else None
+
+
 def _connect(hub: Namespace, host: Host, port: str, delay: float) -> None:
+    bridge = "" if delay else "master bridge"
     hub.configure(
         "ip",
         [
             f"link add {port} type veth peer name {INTERFACE} netns {host.namespace.pid}",
-            f"link set {port} master bridge addrgenmode none up",
+            f"link set {port} {bridge} addrgenmode none up",
         ],
     )
     host.namespace.configure(
@@ -88,20 +108,29 @@ def _connect(hub: Namespace, host: Host, port: str, delay: float) -> None:
             f"address add {host.address}/24 dev {INTERFACE}",
         ],
     )
-    up, down = INTERFACE, port
-    if host.rate is not None:
-        limit = f"root handle 1: tbf {_limit(host.rate)}"
-        host.namespace.configure("tc", [f"qdisc add dev {up} {limit}"])
-        hub.configure("tc", [f"qdisc add dev {down} {limit}"])
+    if host.rate is None:
+        return
     if delay:
-        parent = "root" if host.rate is None else "parent 1:1"
-        wait = f"netem delay {delay * 1e6:.0f}us limit 100000"
-        try:
-            host.namespace.configure("tc", [f"qdisc add dev {up} {parent} {wait}"])
-        except ClusterError as error:
-            raise ClusterError(
-                f"this kernel has no netem, which a delay needs (modprobe sch_netem): {error}"
-            ) from None
+        host.namespace.configure("ip", _offload(host.rate))
+        host.namespace.run(functools.partial(_widen, 4 * host.rate / 8 * 2 * delay))
+    limit = f"root handle 1: tbf {_limit(host.rate, delay)}"
+    host.namespace.configure("tc", [f"qdisc add dev {INTERFACE} {limit}"])
+    hub.configure("tc", [f"qdisc add dev {port} {limit}"])
+
+
+def _offload(rate: float) -> list[str]:
+    """Lets TCP hand over at once what tbf need not cut: fewer packets for the relay."""
+    most = int(0.9 * bucket_bytes(rate))  # without the headers of the parts
+    return [f"link set {INTERFACE} gso_max_size {most}"] if 4096 <= most < 65536 else []
+
+
+def _widen(buffer: float) -> None:
+    """Lets TCP's buffers grow so far; where we may not, the self-test finds what it costs."""
+    for name in ("tcp_wmem", "tcp_rmem"):
+        file = Path("/proc/sys/net/ipv4") / name
+        with contextlib.suppress(OSError):
+            least, first, most = (int(word) for word in file.read_text().split())
+            file.write_text(f"{least} {first} {max(most, int(buffer))}")
 
 
 def bucket_bytes(rate: float) -> float:
@@ -109,8 +138,8 @@ def bucket_bytes(rate: float) -> float:
     return max(_LONGEST_FRAME, rate / 8 * _BUCKET_SECONDS)
 
 
-def _limit(rate: float) -> str:
-    queue = max(64 * _LONGEST_FRAME, rate / 8 * _QUEUE_SECONDS)
+def _limit(rate: float, delay: float) -> str:
+    queue = max(64 * _LONGEST_FRAME, rate / 8 * max(_QUEUE_SECONDS, 2 * delay))
     return f"rate {rate:.0f}bit burst {bucket_bytes(rate):.0f} limit {queue:.0f}"
 
 

@@ -23,36 +23,53 @@ class ClusterError(RuntimeError):
     """The emulated network cannot be built here, or is not what was asked for."""
 
 
-class Namespace:
-    """An empty network of its own, until `close`."""
+class Helper:
+    """A process that says when it is ready, and ends when its input does: at the latest with us."""
 
-    def __init__(self) -> None:
-        # The keeper waits for the end of its input, which comes with the end of this process.
-        self._keeper = subprocess.Popen(
-            [tool("unshare"), "--net", "sh", "-c", "echo here && exec cat >/dev/null"],
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for this process, which knows what to end first
         )
-        assert self._keeper.stdout is not None and self._keeper.stderr is not None
-        if not self._keeper.stdout.readline():
-            reason = self._keeper.stderr.read().decode().strip()
+        assert self._process.stdout is not None and self._process.stderr is not None
+        if not self._process.stdout.readline():
+            reason = self._process.stderr.read().decode().strip()
             self.close()
             raise ClusterError(reason)
 
     @property
     def pid(self) -> int:
-        return self._keeper.pid
+        return self._process.pid
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+class Namespace(Helper):
+    """An empty network of its own, until `close`."""
+
+    def __init__(self) -> None:
+        super().__init__([tool("unshare"), "--net", "sh", "-c", "echo here && exec cat >/dev/null"])
 
     @property
     def path(self) -> str:
         return f"/proc/{self.pid}/ns/net"
 
+    def inside(self) -> list[str]:
+        """What to put before a command to run it inside."""
+        return [tool("nsenter"), f"--net={self.path}"]
+
     def configure(self, program: str, lines: Sequence[str]) -> None:
         """Runs a batch of `ip` or `tc` commands inside."""
         done = subprocess.run(
-            [tool("nsenter"), f"--net={self.path}", tool(program), "-batch", "-"],
+            [*self.inside(), tool(program), "-batch", "-"],
             input="\n".join(lines),
             capture_output=True,
             text=True,
@@ -72,13 +89,6 @@ class Namespace:
         thread.start()
         thread.join()
         return results[0]
-
-    def close(self) -> None:
-        self._keeper.kill()
-        self._keeper.wait()
-        for pipe in (self._keeper.stdin, self._keeper.stdout, self._keeper.stderr):
-            if pipe is not None:
-                pipe.close()
 
 
 def enter(path: str) -> None:

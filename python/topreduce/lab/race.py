@@ -7,6 +7,7 @@ another name: the ratio of the two, the A/A row, shows what noise is left.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,10 +96,24 @@ def race_rank(
 def _take_turn(trainer: Trainer, count: int) -> list[Step]:
     steps = []
     for _ in range(count):
-        dist.barrier()
+        begin_together()
         steps.append(trainer.step())
     dist.barrier()
     return steps
+
+
+def begin_together() -> None:
+    """Returns on all ranks at one time of the machine's clock.
+
+    A barrier lets the ranks go one after the other where packets take their time.
+    """
+    dist.barrier()
+    before = time.monotonic()
+    dist.barrier()  # all are there, so this one takes what the network does
+    now = time.monotonic()
+    start = torch.tensor(now + 2 * (now - before), dtype=torch.float64)
+    dist.all_reduce(start, dist.ReduceOp.MAX)
+    time.sleep(max(0.0, start.item() - time.monotonic()))
 
 
 def race_rows(
@@ -134,5 +149,5 @@ def race_rows(
 
 def _means(stats: Sequence[dict[str, Any]]) -> dict[str, float]:
     names = ["selected", "delivered", "entries", "rounds", "kept_energy", "owed_norm"]
-    names += ["bytes_sent", "seconds_waited"]
+    names += ["bytes_sent", "seconds_waited", "hidden"]
     return {name: statistics.fmean(each[name] for each in stats) for name in names if stats}

@@ -29,6 +29,8 @@ class Results:
     ranks: int
     network: str  # in words
     workload: dict[str, Any]
+    delay: float = 0.0  # seconds, one way
+    late: float = 0.0  # share of the packets that came a tenth of the delay too late
     clock: str = "real"  # "race": trained without the limit, with the step times of the race
     links: list[dict[str, Any]] = field(default_factory=list)  # what the self-test measured
     race: list[RaceRow] = field(default_factory=list)

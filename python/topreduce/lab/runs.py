@@ -11,12 +11,13 @@ from pathlib import Path
 from rich.console import Console
 
 from topreduce.lab.clock import on_the_clock_of
-from topreduce.lab.cluster import Place, Rate, cluster, obstacle, rate_words
+from topreduce.lab.cluster import Place, Rate, cluster_and_relay, obstacle, rate_words
 from topreduce.lab.launch import launch
 from topreduce.lab.methods import Method, parse_methods
 from topreduce.lab.namespaces import ClusterError
 from topreduce.lab.progress import progress
 from topreduce.lab.race import RaceOptions, RaceRow, Turn, race_rank, race_rows, with_again
+from topreduce.lab.relay import Relay
 from topreduce.lab.results import RESULTS, Results, save
 from topreduce.lab.selftest import LinkCheck, check_links, refuse_if_off
 from topreduce.lab.train import Progress, TrainOptions, TrainRun, in_order, train_rank
@@ -27,7 +28,7 @@ class Network:
     """The network that is asked for."""
 
     rates: Sequence[Rate]
-    delay: float = 0.0
+    delay: float = 0.0  # seconds from any host to any other, one way
     kind: str = "cluster"  # or "local": processes that share this machine's loopback interface
 
     @property
@@ -39,20 +40,31 @@ class Network:
             return f"{self.hosts} local processes, unlimited"
         names = [rate_words(rate) for rate in self.rates]
         rates = names[0] if len(set(names)) == 1 else ", ".join(names)
-        delay = f", {1e3 * self.delay:g} ms of delay" if self.delay else ""
+        delay = f", {1e3 * self.delay:g} ms one way" if self.delay else ""
         return f"{self.hosts} hosts at {rates}{delay}"
 
     def unlimited(self) -> Network:
         return dataclasses.replace(self, rates=[None] * self.hosts, delay=0.0)
 
 
+@dataclass(frozen=True)
+class Built:
+    """Where the ranks run, what the self-test measured, and what holds packets back."""
+
+    places: list[Place] | None = None
+    checks: Sequence[LinkCheck] = ()
+    relay: Relay | None = None
+
+    def late(self) -> float:
+        """The share of packets, since the last call, that the machine was too busy to pass on."""
+        return self.relay.late() if self.relay else 0.0
+
+
 @contextlib.contextmanager
-def built(
-    console: Console, network: Network
-) -> Iterator[tuple[list[Place] | None, list[LinkCheck]]]:
-    """Where the ranks run, and what the self-test measured; ClusterError if that is off."""
+def built(console: Console, network: Network) -> Iterator[Built]:
+    """The network; ClusterError if the self-test finds it off."""
     if network.kind == "local":
-        yield None, []
+        yield Built()
         return
     if (reason := obstacle()) is not None:
         raise ClusterError(
@@ -61,33 +73,40 @@ def built(
             "packages iproute2 and util-linux. With --local ranks are plain processes of this "
             "machine on an unlimited network."
         )
-    with cluster(network.rates, network.delay) as hosts:
+    with cluster_and_relay(network.rates, network.delay) as (hosts, relay):
         checks: list[LinkCheck] = []
-        if any(rate is not None for rate in network.rates):
+        if network.delay or any(rate is not None for rate in network.rates):
             console.print(f"network: {network.words()}; checking its links", highlight=False)
             checks = check_links(hosts, network.delay)
             refuse_if_off(checks)
         if checks:
             slowest = min(checks, key=lambda check: check.measured)
+            longest = max(check.round_trip for check in checks)
             console.print(
                 f"  slowest {slowest.measured / 1e6:.4g} Mb/s; {slowest.small_bytes / 1e3:.0f} kB "
-                f"in {1e3 * slowest.small_seconds:.1f} ms",
+                f"in {1e3 * slowest.small_seconds:.1f} ms; longest round trip "
+                f"{1e3 * longest:.2f} ms",
                 highlight=False,
                 style="dim",
             )
-        yield [host.place for host in hosts], checks
+        made = Built([host.place for host in hosts], checks, relay)
+        made.late()  # what comes from here on counts
+        yield made
 
 
 def race(console: Console, network: Network, options: RaceOptions, command: str) -> Results:
     """Runs a race."""
-    with built(console, network) as (places, checks):
-        rows = _race(console, network, options, places)
+    with built(console, network) as made:
+        rows = _race(console, network, options, made.places)
+        late = made.late()
     return Results(
         command=command,
         ranks=network.hosts,
         network=network.words(),
+        delay=network.delay,
+        late=late,
         workload=asdict(options.workload),
-        links=[asdict(check) for check in checks],
+        links=[asdict(check) for check in made.checks],
         race=rows,
     )
 
@@ -114,9 +133,11 @@ def train(
             command=command,
             ranks=network.hosts,
             network=network.words(),
+            delay=network.delay,
+            late=late,
             workload=asdict(options.workload),
             clock=clock,
-            links=[asdict(check) for check in checks],
+            links=[asdict(check) for check in slow.checks],
             race=rows,
             runs=on_the_clock_of(rows, runs) if clock == "race" else runs,
             target_loss=options.target_loss,
@@ -126,13 +147,15 @@ def train(
     def next_run(runs: list[TrainRun]) -> None:
         save(so_far(runs), folder / RESULTS)
 
-    with built(console, network) as (places, checks):
-        rows = _race(console, network, racing, places)
+    with built(console, network) as slow:
+        rows = _race(console, network, racing, slow.places)
+        late = slow.late()
         if clock == "real":
-            runs = _train(console, network, options, places, next_run)
+            runs = _train(console, network, options, slow.places, next_run)
+            late = max(late, slow.late())
     if clock == "race":
-        with built(console, network.unlimited()) as (places, _):
-            runs = _train(console, network, options, places, next_run)
+        with built(console, network.unlimited()) as fast:
+            runs = _train(console, network, options, fast.places, next_run)
     return so_far(runs)
 
 

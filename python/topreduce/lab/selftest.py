@@ -1,4 +1,4 @@
-"""Is the emulated network what it says? A bulk transfer and a small message over every link."""
+"""Is the emulated network what it says? Bulk, a small message and round trips over every link."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from topreduce.lab.namespaces import ClusterError
 TOLERANCE = 0.10
 _BULK_SECONDS = 0.25
 _SMALL_BUCKETS = 20  # a bucket that is too large lets most of such a message through at once
+_SHORTEST_IDLE = 0.19  # seconds after which TCP keeps its window yet
 _UNLIMITED_BYTES = 32 << 20
+_ROUND_TRIPS = 20
 _ATTEMPTS = 5  # the best counts: other work on this machine can only make a transfer slower
-_FRAME_PER_PAYLOAD = 1514 / 1448  # what TCP/IP over Ethernet adds
+FRAME_PER_PAYLOAD = 1514 / 1448  # what TCP/IP over Ethernet adds
 _PORT = 29400
 
 
@@ -31,16 +33,23 @@ class LinkCheck:
     small_bytes: int
     small_seconds: float
     small_expected: float | None
+    round_trip: float  # of single bytes
+    round_trip_expected: float
 
     def fault(self) -> str | None:
         """What is more than a tenth off, in words."""
+        name = f"host {self.sender} to host {self.receiver}"
+        expected = self.round_trip_expected
+        if expected and abs(self.round_trip / expected - 1) > TOLERANCE:
+            got = f"{1e3 * self.round_trip:.3g} ms"
+            return f"{name}: a round trip took {got} instead of {1e3 * expected:.3g} ms"
         if self.asked is None or self.small_expected is None:
             return None
-        name = f"host {self.sender} to host {self.receiver}"
         if abs(self.measured / self.asked - 1) > TOLERANCE:
             got = rate_words(round(self.measured, -4))
             return f"{name}: a bulk transfer ran at {got} instead of {rate_words(self.asked)}"
-        if abs(self.small_seconds / self.small_expected - 1) > TOLERANCE:
+        on_the_link = self.small_expected - self.round_trip_expected / 2
+        if abs(self.small_seconds - self.small_expected) > TOLERANCE * on_the_link:
             return (
                 f"{name}: {self.small_bytes / 1e3:.0f} kB took {1e3 * self.small_seconds:.1f} ms "
                 f"instead of {1e3 * self.small_expected:.1f} ms"
@@ -72,25 +81,28 @@ def _check(hosts: Sequence[Host], sender: int, receiver: int, delay: float) -> L
     bulk = _UNLIMITED_BYTES if asked is None else _payload(asked, _BULK_SECONDS)
     short = 0.02 if asked is None else _SMALL_BUCKETS * 8 * bucket_bytes(asked) / asked
     small = 100_000 if asked is None else _payload(asked, short)
-    with _Line(hosts[sender], hosts[receiver]) as line:
+    with Line(hosts[sender], hosts[receiver]) as line:
+        round_trip = min(line.round_trips(_ROUND_TRIPS, most_seconds=0.5))
         line.send(bulk)  # opens TCP's window
         measured, seconds = 0.0, float("inf")
         for _ in range(_ATTEMPTS):
-            measured = max(measured, 8 * bulk * _FRAME_PER_PAYLOAD / line.send(bulk))
+            measured = max(measured, 8 * bulk * FRAME_PER_PAYLOAD / (line.send(bulk) - delay))
             if asked is None or abs(measured / asked - 1) <= TOLERANCE / 2:
                 break
         for _ in range(_ATTEMPTS):
-            time.sleep(2 * short)  # the bucket fills again
+            time.sleep(min(2 * short, _SHORTEST_IDLE))  # the bucket fills again
             seconds = min(seconds, line.send(small))
     expected = None if asked is None else short + delay
-    return LinkCheck(sender, receiver, asked, measured, small, seconds, expected)
+    return LinkCheck(
+        sender, receiver, asked, measured, small, seconds, expected, round_trip, 2 * delay
+    )
 
 
 def _payload(rate: float, seconds: float) -> int:
-    return int(rate / 8 * seconds / _FRAME_PER_PAYLOAD)
+    return int(rate / 8 * seconds / FRAME_PER_PAYLOAD)
 
 
-class _Line:
+class Line:
     """A TCP connection from one host to another."""
 
     def __init__(self, sender: Host, receiver: Host) -> None:
@@ -100,15 +112,31 @@ class _Line:
                 lambda: socket.create_connection((receiver.address, _PORT), timeout=10)
             )
             self._in, _ = listener.accept()
-        self._out.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._in.settimeout(30)
+        for end in (self._out, self._in):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end.settimeout(30)
 
-    def __enter__(self) -> _Line:
+    def __enter__(self) -> Line:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._out.close()
         self._in.close()
+
+    def round_trips(self, most: int, most_seconds: float) -> list[float]:
+        """Seconds of single bytes there and back."""
+        found: list[float] = []
+        while len(found) < most and (len(found) < _ATTEMPTS or sum(found) < most_seconds):
+            started = time.perf_counter()
+            for sender, receiver in ((self._out, self._in), (self._in, self._out)):
+                sender.sendall(b".")
+                if not receiver.recv(1):
+                    raise ClusterError("the connection of the self-test broke")
+            found.append(time.perf_counter() - started)
+        return found
 
     def send(self, size: int) -> float:
         """Seconds from the first byte's leaving to the last one's arrival."""

@@ -14,6 +14,7 @@ from topreduce.lab.race import RaceRow
 from topreduce.lab.results import Results, mean
 from topreduce.lab.train import Evaluation
 
+_MOST_LATE = 0.05  # of the packets of a network with a delay
 _MOST_NOISE = 0.1  # of a race whose step times are to be a clock
 
 
@@ -74,6 +75,8 @@ def race_grid(results: Results) -> Grid:
         if results.workload.get("compute") is None
         else "Ranks wait instead of computing, and their gradients are noise: no loss.",
     ]
+    if results.delay:
+        notes.append(_delay_words(results))
     if any(AGAIN in row.label for row in results.race):
         notes.append("The A/A row is the first method a second time: what it differs by is noise.")
     return Grid(
@@ -92,6 +95,7 @@ def stage_grid(results: Results) -> Grid:
     ]
     rows += [
         ["waited", *(f"{1e3 * row.stats['seconds_waited']:.1f} ms" for row in ours)],
+        ["hidden", *(_percent(row.stats["hidden"]) for row in ours)],
         ["rounds", *(f"{row.stats['rounds']:.1f}" for row in ours)],
         ["sent", *(_percent(row.stats["selected"] / row.stats["entries"]) for row in ours)],
         ["energy", *(_percent(row.stats["kept_energy"]) for row in ours)],
@@ -102,7 +106,7 @@ def stage_grid(results: Results) -> Grid:
         rows,
         [
             "Stages run beside the backward pass; waited: how long backward() had to wait for them "
-            "in the end.",
+            "in the end; hidden: share of the exchanges that was over by then.",
             "rounds: collectives, one after the other. sent: share of the entries. energy: share "
             "of the squared sum that was settled.",
         ],
@@ -169,6 +173,16 @@ def train_grid(results: Results) -> Grid:
         ],
         rows,
         notes,
+    )
+
+
+def _delay_words(results: Results) -> str:
+    words = f"Every packet is held back for {1e3 * results.delay:g} ms on its way"
+    if results.late <= _MOST_LATE:
+        return f"{words}; {_percent(results.late)} came a tenth of that too late."
+    return (
+        f"{words}; {_percent(results.late)} came a tenth of that too late: the machine is too busy "
+        "for this delay, or the relay may not run in real time, which takes root."
     )
 
 

@@ -14,6 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from topreduce import Layout, Reducer
+from topreduce.torch.ddp import DDPAdapter
 from topreduce.torch.device import GradientDevice, device_of
 from topreduce.torch.eligibility import (
     REMEDY,
@@ -45,17 +46,19 @@ class _Dispatcher:
         # DDP's C++ part owns this object, where the garbage collector sees no cycle: nothing here
         # may lead back to the DDP model.
         self._group = group
-        self.steps: Steps | None = None
+        self.adapter: DDPAdapter | None = None
         self.owed = ""  # says so if an earlier handle left debts
 
     def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        if self.steps is not None:
-            return self.steps.take(bucket)
+        if self.adapter is not None:
+            return self.adapter.reduce(bucket)
         return allreduce_hook(self._group, bucket)
 
     def release(self, owed: str) -> None:
         """DDP averages by itself again. `owed`: in words, what the handle leaves unpaid."""
-        self.steps, self.owed = None, owed
+        if self.adapter is not None:
+            self.adapter.release()
+        self.adapter, self.owed = None, owed
 
     def __reduce__(self) -> tuple[Any, ...]:
         return object, ()  # a copy of the DDP model is not attached
@@ -76,6 +79,7 @@ def attach(
     *,
     density: float | None = None,
     granularity: str | None = None,
+    bucket_cap_mb: float | None = None,
     values: str | None = None,
     feedback: str | None = None,
     select: str | None = None,
@@ -93,22 +97,25 @@ def attach(
     Collective over the ranks of the model's process group; if one refuses, or they differ in model,
     method, settings or version, all of them raise and nothing is attached. What is None has the
     method's default; `topreduce methods` lists them. The first `warmup_steps` (10) are dense, then
-    the density falls geometrically over `ramp_steps` (100). `keep_dense`: patterns such as "*norm*"
-    for parameters that are never cut. `scaler`: the GradScaler that multiplies your loss, so that
-    what is owed is kept without its factor. `local_group`: the ranks of this rank's machine, as a
-    process group, or "host" for those of one host name and boot; gradients are then averaged inside
-    each machine first, and one rank of each exchanges, and owes. `timeout`: how long to wait for a
-    peer that is silent, which may just be busy; None waits as long as the model's process group.
+    the density falls geometrically over `ramp_steps` (100). `bucket_cap_mb`: gradients that are
+    exchanged together, as they become ready; DDP's own buckets do not matter. `keep_dense`:
+    patterns such as "*norm*" for parameters that are never cut. `scaler`: the GradScaler that
+    multiplies your loss, so that what is owed is kept without its factor. `local_group`: the ranks
+    of this rank's machine, as a process group, or "host" for those of one host name and boot;
+    gradients are then averaged inside each machine first, and one rank of each exchanges, and owes.
+    `timeout`: how long to wait for a peer that is silent, which may just be busy; None waits as
+    long as the model's process group.
     """
     try:
         check_type(ddp)
         check_gloo()
         dispatcher = _dispatchers.get(ddp)
-        if dispatcher is not None and dispatcher.steps is not None:
+        if dispatcher is not None and dispatcher.adapter is not None:
             raise ValueError("this model is attached already: detach() its handle first")
         given = {
             "density": density,
             "granularity": granularity,
+            "bucket_cap_mb": bucket_cap_mb,
             "values": values,
             "feedback": feedback,
             "select": select,
@@ -130,7 +137,6 @@ def attach(
     try:
         reducer, parameters, device = _prepare_together(comm, ddp, method, given, timeout, scaler)
         reducer.agree(comm)
-        comm.allow_for(sum(parameter.numel() for parameter in parameters.values()))
         if dispatcher is None:
             dispatcher = _Dispatcher(ddp.process_group)
             ddp.register_comm_hook(dispatcher, _hook)
@@ -140,9 +146,11 @@ def attach(
         raise
     surroundings = Surroundings(ddp, parameters.values(), _frozen(ddp), scaler)
     surroundings.forgotten, dispatcher.owed = dispatcher.owed, ""
-    numbers = {id(parameter): number for number, parameter in enumerate(parameters.values())}
-    dispatcher.steps = Steps(reducer, comm, numbers, surroundings, device)
-    return Sync(reducer, comm, dispatcher.steps, dispatcher.release)
+    steps = Steps(reducer, comm, surroundings)
+    # Ranks of a machine add up whole buckets of DDP.
+    one_level = not isinstance(comm, Levels)
+    dispatcher.adapter = DDPAdapter(ddp, steps, reducer, parameters, device, takes_early=one_level)
+    return Sync(reducer, comm, steps, dispatcher.release)
 
 
 def _or_default(given: int | None, name: str, method: str, default: int) -> int | None:

@@ -94,7 +94,8 @@ def _check_tensor_parallelism(ddp: DistributedDataParallel) -> None:
             "no tensor parallelism"
         )
     mesh = getattr(ddp, "device_mesh", None)
-    if mesh is not None and mesh._get_root_mesh().ndim > 1:
+    # Nobody is left to drift apart from where DDP has all ranks of the mesh.
+    if mesh is not None and mesh._get_root_mesh().size() > ddp.process_group.size():
         names = mesh._get_root_mesh().mesh_dim_names
         raise ValueError(
             f"DDP was given one dimension of a mesh with others ({', '.join(names or ())}). Where "

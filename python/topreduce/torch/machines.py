@@ -18,13 +18,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from topreduce import WireError
-from topreduce.torch.heading import Doing
 from topreduce.torch.process_group import Circle, GroupCommunicator
 
 Floats = NDArray[np.float32]
 
 _PIECE = 1 << 22  # entries that are added up at a time, so that buffers stay small
-_STEP = 1 << 20  # calls; no step needs as many
 _PATIENCE = 4  # time-outs that ranks wait for their delegate, which waits for the network
 _WORD = "local_group="
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # another one on each machine, and after each boot
@@ -34,13 +32,16 @@ _NOTHING = np.empty(0, np.uint8)
 class Inside(GroupCommunicator):
     """The ranks of one machine; its rank 0 is the delegate."""
 
-    bytes_inside = 0  # that this rank has sent to others of its machine, in the open step
+    _sent_before = 0
 
     def start_step(self, step: int) -> None:
-        self.bytes_inside = 0
-        # Numbers that no other step has: a rank that dropped a step is found out.
-        self._calls = (self._calls // _STEP + 1) * _STEP
-        super().start_step(step)
+        self.enter("step", step)
+        self._sent_before = self.bytes_sent
+
+    @property
+    def bytes_inside(self) -> int:
+        """That this rank has sent to others of its machine, in the open step."""
+        return self.bytes_sent - self._sent_before
 
     def add_up(self, values: Floats) -> None:
         """The delegate's `values` become the sum in rank order; those of others are spoiled."""
@@ -48,45 +49,38 @@ class Inside(GroupCommunicator):
             for start in range(0, values.size, _PIECE):
                 self._add_up(values[start : start + _PIECE])
 
-    def hand_out(self, message: NDArray[np.uint8]) -> None:
-        self.bytes_inside += (self.size - 1) * message.size if self.rank == 0 else 0
-        super().hand_out(message)
-
-    def _transfer(
-        self,
-        send: NDArray[np.uint8],
-        out: NDArray[np.uint8],
-        counts: list[int],
-        out_counts: list[int],
-    ) -> None:
-        self.bytes_inside += sum(counts) - counts[self.rank]
-        super()._transfer(send, out, counts, out_counts)
+    def hand_out(self, values: Floats) -> None:
+        """Replaces `values` by those of the delegate."""
+        self.broadcast(_bytes(values))
 
     def _add_up(self, values: Floats) -> None:
         """Every rank adds up its part of the entries, and sends the sums to the delegate."""
         parts = np.array_split(values, self.size)
         mine = parts[self.rank]
         received, counts = self.all_to_all(_bytes(values), [part.nbytes for part in parts])
-        if set(counts) != {mine.nbytes}:
-            raise WireError(f"{self._where()}: the ranks of the machine differ in their buckets")
+        self._check(counts, [mine.nbytes] * self.size)
         terms = received.view(np.float32).reshape(self.size, -1)
         mine[:] = terms[0]
         for term in terms[1:]:
             mine += term
-        sizes = [0, *(part.nbytes for part in parts[1:])]  # the delegate has its own in place
-        others = [0] * (self.size - 1)
-        if self.rank == 0:
-            self._transfer(_NOTHING, _bytes(values)[mine.nbytes :], [0, *others], sizes)
+        if self.rank == 0:  # the delegate has its own in place
+            received, counts = self.all_to_all(_NOTHING, [0] * self.size)
+            self._check(counts, [0, *(part.nbytes for part in parts[1:])])
+            values[mine.size :] = received.view(np.float32)
         else:
-            self._transfer(_bytes(mine), _NOTHING, [mine.nbytes, *others], [0, *others])
+            self.all_to_all(_bytes(mine), [mine.nbytes, *[0] * (self.size - 1)])
+
+    def _check(self, counts: list[int], expected: list[int]) -> None:
+        if counts != expected:
+            raise WireError(f"{self.title}: the ranks of the machine differ in their buckets")
 
 
 class Levels(GroupCommunicator):
     """Everyone, and what this rank has of the two levels. Making one is collective."""
 
     def __init__(self, group: dist.ProcessGroup, local_group: object, timeout: timedelta) -> None:
-        super().__init__(group, timeout)
         self._parts: list[GroupCommunicator] = []
+        super().__init__(group, timeout)
         try:
             machines = _machines(self.ask(_WORD + _describe(local_group, group)))
             self.ledger = next(i for i, ranks in enumerate(machines) if self.rank in ranks)
@@ -111,10 +105,7 @@ class Levels(GroupCommunicator):
             raise
         self.title += f", machine {self.ledger} of {self.ledgers}"
         self.all_hear = False  # steps are made in parts
-
-    @property
-    def calls_in_step(self) -> int:
-        return sum(part.calls_in_step for part in self._parts)
+        self.introduce(self.title, range(self.size), self.all_hear)
 
     def concur(self, word: str) -> None:
         """By way of both levels, where ranks that are in a step wait: so they are noticed."""
@@ -122,30 +113,25 @@ class Levels(GroupCommunicator):
             part.all_gather(_NOTHING)
         super().concur(word)
 
-    def start_step(self, step: int) -> None:
+    def enter(self, call: str, step: int = 0) -> None:
         for part in self._parts:
-            part.start_step(step)
-        super().start_step(step)
-
-    def announce(self, doing: Doing, step: int) -> None:
-        for part in self._parts:
-            part.announce(doing, step)
-        super().announce(doing, step)
+            part.enter(call, step)
+        super().enter(call, step)
 
     def trim(self) -> None:
         for part in self._parts:
             part.trim()
         super().trim()
 
-    def allow_for(self, entries: int) -> None:
+    def close(self, word: str = "", drops_step: bool = False) -> None:
         for part in self._parts:
-            part.allow_for(entries)
-        super().allow_for(entries)
+            part.close(word, drops_step)
+        super().close(word, drops_step)
 
-    def close(self, word: str = "") -> None:
+    def interrupt(self, why: str) -> None:
         for part in self._parts:
-            part.close(word)
-        super().close(word)
+            part.interrupt(why)
+        super().interrupt(why)
 
 
 def _describe(local_group: object, group: dist.ProcessGroup) -> str:

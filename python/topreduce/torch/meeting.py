@@ -5,6 +5,7 @@ has a connection leaves nobody waiting:
 
     meetings of rank <r>                 how many this rank has been to; all ranks count alike
     meeting <n>/here                     how many have come
+    meeting <n>/attempts                 how often all that had come left, since time ran out
     meeting <n>/outcome                  empty once all are here; or who refused, and why
 """
 
@@ -12,7 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -43,25 +44,48 @@ def meet(group: Group, names: Sequence[int], timeout: timedelta) -> Store:
     Not dist.new_group: that wants the whole world, or names groups by their ranks, so that the
     second one with the same ranks finds the addresses of the first.
     """
+    title = f"rank {group.rank()} of {group.size()}"
+    met, failure = attempt(lambda: _meet(group, names, timeout))
+    if met is None:
+        raise CommError(
+            f"{title}: attach() cannot reach the store of torch.distributed, where ranks meet: "
+            f"{failure}. The rank that holds it may have died"
+        )
+    if met.absent is not None:
+        raise CommError(
+            f"{title}: not all ranks of the model's process group called attach() within {timeout}"
+            + (f" ({explain(met.absent)})" if met.absent else "")
+        )
+    if met.refusal:
+        raise ValueError(f"nothing was attached, on no rank: {met.refusal}")
+    return met.place
+
+
+class _Met(NamedTuple):
+    place: Store
+    refusal: str = ""  # who refused, and why
+    absent: Sequence[int] | None = None  # if time ran out: who had not come until then
+
+
+def _meet(group: Group, names: Sequence[int], timeout: timedelta) -> _Met:
     rank, ranks = group.rank(), group.size()
     store, place = _next_place(group)
-    roll_call = RollCall(place, rank, names, timeout, "came")
+    # Who waited in vain may try again; until all have left it is one attempt.
+    occasion = f"came, attempt {place.add('attempts', 0)}:"
+    roll_call = RollCall(place, rank, names, timeout, occasion)
     roll_call.answer()
     if place.add("here", 1) == ranks:
         place.set("outcome", "")
     _, failure = attempt(lambda: place.wait(["outcome"], timeout))
-    if failure and place.add("here", -1) < ranks - 1:  # else the last one came just now
+    if failure:
         absent = roll_call.absent(0)
-        roll_call.withdraw()
-        raise CommError(
-            f"rank {rank} of {ranks}: not all ranks of the model's process group called attach() "
-            f"within {timeout}" + (f" ({explain(absent)})" if absent else "")
-        )
+        left = place.add("here", -1)
+        if left == 0:
+            place.add("attempts", 1)
+        if left < ranks - 1:  # else the last one came just now
+            return _Met(place, absent=absent)
     store.add(_meetings(rank), 1)
-    refusal = legible(place.get("outcome"))
-    if refusal:
-        raise ValueError(f"nothing was attached, on no rank: {refusal}")
-    return place
+    return _Met(place, legible(place.get("outcome")))
 
 
 def refuse(model: object, error: Exception) -> None:

@@ -1,26 +1,28 @@
 """Bytes between the ranks of a DDP model, over a Gloo group of our own.
 
-Every call begins with a round that has room for any message but a long one. Gloo lets a rank send
-less than its peer has room for, and ends the process if it is more; so ranks that are at different
-places of their program find out instead of dying:
+Gloo fills memory that was promised to it, in a thread of its own. So every peer is promised a few
+places before it sends anything, and the core looks at them without waiting: a thread that waits in
+Gloo is released by nobody but the peer, and a time-out there breaks all connections. A place holds
 
-    [ heading | the message, unless it is long ]   ->   [ the messages, if one is long ]
+    size, 32 bits | kind, 32 bits | frames that came the other way, 64 bits | the frame | 1
 
-All ranks see all headings (heading.py): all know whether there is a second round.
+and is whole once the 1 is there. The places are zeros before, and Gloo fills them in order.
 """
 
-from collections.abc import Callable, Sequence
+import struct
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.distributed.constants import default_pg_timeout
 
-from topreduce import CommError, Communicator, WireError
-from topreduce.torch.heading import SIZE, Bytes, Doing, Heading, Place, differences
+from topreduce import CommError, Communicator
 from topreduce.torch.meeting import (
     STORE_PATIENCE,
     attempt,
@@ -31,11 +33,20 @@ from topreduce.torch.meeting import (
 )
 from topreduce.torch.roll_call import RollCall, explain
 
-ANY_TEXT = 1 << 26  # bytes: what ranks compare before they know each other's models
-_ROOM = 1 << 20  # bytes; a second round takes little beside what is longer
-_SMALL_BUFFER = 1 << 16
-_BYTES_AN_ENTRY = 16  # value and index, at their longest, and room for headers
-_TIMED_OUT = "Timed out"  # in Gloo's words
+Bytes = NDArray[np.uint8]
+
+_HEAD = struct.Struct("<IIQ")
+# Kinds: bytes of the core; nothing; why a rank has given up a step; why it has left.
+_FRAME, _NOTE, _GAVE_UP, _LEFT = range(4)
+_PLACES = 4  # for frames of one peer
+_ALL_PLACES = 1 << 22  # bytes, about, over all peers
+_LEAST_FRAME, _LARGEST_FRAME = 1 << 14, 1 << 18
+_UNTOLD = 16  # frames that are taken until their sender is told, which else hears it by the way
+_LAST_WORD = timedelta(seconds=2)  # that bytes get to leave before a connection is closed
+_LONGEST_WORD = 4000  # bytes
+_SIGN_OF_LIFE = 1.0  # seconds of a wait, at least, between questions whether peers still live
+_TIMED_OUT = "Timed out"
+_NOTHING = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -54,69 +65,44 @@ class Circle:
         return len(self.ranks)
 
 
+class _Line:
+    """What is under way between this rank and another."""
+
+    def __init__(self) -> None:
+        # Memory and the work on it: in this order, so that Gloo lets go of it first.
+        self.places: deque[tuple[torch.Tensor, Any]] = deque()
+        self.sends: deque[tuple[torch.Tensor, Any]] = deque()
+        self.sent = 0  # frames; the last ones are in `sends`
+        self.taken = 0  # frames of the peer
+        self.told = 0  # how many of them the peer knows to be taken
+        self.gone = False
+
+
 class GroupCommunicator(Communicator):
     """The ranks of `group`, on connections that nobody else uses. Making one is collective."""
 
     def __init__(self, group: dist.ProcessGroup | Circle, timeout: timedelta) -> None:
-        super().__init__(group.rank(), group.size())
-        self._calls = 0
-        self._doing = Doing.ATTACH
-        self._step = 0
-        self._calls_before_step = 0
-        self._told = False
-        self._names = group.ranks if isinstance(group, Circle) else range(self.size)
+        room = min(max(_ALL_PLACES // group.size(), _LEAST_FRAME), _LARGEST_FRAME)
+        super().__init__(group.rank(), group.size(), room - _HEAD.size - 1)
+        self._names = list(group.ranks if isinstance(group, Circle) else range(self.size))
         self.title = (
             group.title if isinstance(group, Circle) else f"rank {self.rank} of {self.size}"
         )
         # Whether an error that all ranks of a call notice reaches all ranks of the model.
         self.all_hear = not isinstance(group, Circle)
+        self.introduce(self.title, self._names, self.all_hear)
         # What is owed is kept by every rank: this one keeps book `ledger` of `ledgers`.
         self.ledger, self.ledgers = self.rank, self.size
-        # Of one message: peers are not trusted with how much memory they are given.
-        self.most_bytes = ANY_TEXT
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._used: dict[str, int] = {}  # bytes of each buffer, at most, since the last `trim`
-        self._headings = [np.empty(SIZE, np.uint8) for _ in range(self.size)]
+        self._timeout = timeout
+        self._asked = 0.0  # for signs of life, seconds after the wait began
+        self._cause = ""  # why peers gave up, in the words of the first
         self._store = meet(group, self._names, timeout)
         self._waiting = RollCall(self._store, self.rank, self._names, timeout, "waited")
+        self._lines: dict[int, _Line] = {}
         self._gloo: Any = None
         if self.size > 1:
-            self._gloo, failure = attempt(
-                lambda: dist.ProcessGroupGloo(self._store, self.rank, self.size, timeout=timeout)
-            )
-            if failure:
-                raise CommError(f"{self.title}: no connection: {failure}")
-
-    def start_step(self, step: int) -> None:
-        """From here on messages and errors name this step, and `calls_in_step` counts."""
-        self.announce(Doing.STEP, step)
-
-    def announce(self, doing: Doing, step: int) -> None:
-        """What peers are told with the messages that follow."""
-        self._doing, self._step = doing, step
-        self._calls_before_step = self._calls
-
-    @property
-    def calls_in_step(self) -> int:
-        """Since the last announcement, or since all ranks dropped what they were about."""
-        return self._calls - self._calls_before_step
-
-    def trim(self) -> None:
-        """Frees buffers far larger than what came since the last call: dense steps leave them."""
-        for name, buffer in list(self._buffers.items()):
-            if buffer.numel() > 2 * self._used.pop(name, 0) + _SMALL_BUFFER:
-                del self._buffers[name]
-
-    def all_to_all(self, send: Bytes, counts: Sequence[int]) -> tuple[Bytes, list[int]]:
-        return self._exchange(np.split(send, np.cumsum(counts)[:-1]), lambda: send)
-
-    def all_gather(self, mine: Bytes) -> tuple[Bytes, list[int]]:
-        def repeated() -> Bytes:
-            copies = self._buffer("repeated", self.size * mine.size)
-            copies.reshape(self.size, -1)[:] = mine
-            return copies
-
-        return self._exchange([mine] * self.size, repeated)
+            self._connect(room)
+        self.enter("attach")
 
     def concur(self, word: str) -> None:
         """Returns if all ranks came with the same word; otherwise ValueError, on all of them."""
@@ -130,124 +116,171 @@ class GroupCommunicator(Communicator):
         received, counts = self.all_gather(np.frombuffer(sendable(word).encode(), np.uint8))
         return [legible(part.tobytes()) for part in np.split(received, np.cumsum(counts)[:-1])]
 
-    def hand_out(self, message: Bytes) -> None:
-        """Replaces `message` by that of rank 0. All know its length, from a call before."""
-        if self.size > 1:
-            self._calls += 1
-            tensor = torch.from_numpy(message)
-            self._round(lambda: self._gloo.broadcast(tensor, 0).wait())
+    def close(self, word: str = "", drops_step: bool = False) -> None:
+        """Leaves, for good. Peers that wait for us fail at once, and find `word` as the reason.
 
-    def allow_for(self, entries: int) -> None:
-        """Messages may be as long as all gradients of a model with so many entries need."""
-        self.most_bytes = ANY_TEXT + _BYTES_AN_ENTRY * entries
-
-    def close(self, word: str = "") -> None:
-        """Leaves. Peers that wait for us fail at once, and find `word` as the reason."""
-        if word and not self._told:
-            with_patience(lambda: self._store.set(f"word/{self.rank}", sendable(word)))
+        If this `drops_step`, so do those that have all they need to finish it.
+        """
+        if self._gloo is not None and word:
+            kind = _GAVE_UP if drops_step else _LEFT
+            self._tell(kind, self._cause or f"rank {self._names[self.rank]} gave up: {word}")
+        self.interrupt("is out of reach: the group is closed")
+        self._lines.clear()
         self._gloo = None  # the last reference: this closes the connections
+        self.watch(None)
 
-    def _exchange(
-        self, parts: list[Bytes], in_one_piece: Callable[[], Bytes]
-    ) -> tuple[Bytes, list[int]]:
-        """Sends parts[r] to rank r."""
-        if self.size == 1:
-            return parts[0], [parts[0].size]
-        self._calls += 1
-        counts = [part.size for part in parts]
-        short = [part if part.size <= _ROOM else part[:0] for part in parts]
-        exchange = self._calls - self._calls_before_step if self._doing == Doing.STEP else 0
-        place = Place(self._doing, self._step, exchange)
-        for piece, count in zip(self._headings, counts, strict=True):
-            Heading(self._calls, place, count, max(counts)).write(piece)
-        pieces = [piece for pair in zip(self._headings, short, strict=True) for piece in pair]
-        lengths = [SIZE + part.size for part in short]
-        first = self._buffer("first out", sum(lengths))
-        np.concatenate(pieces, out=first)
-        room = [SIZE + _ROOM] * self.size
-        room[self.rank] = lengths[self.rank]  # Gloo wants the same of what stays here
-        first_in = self._buffer("first in", sum(room))
-        self._transfer(first, first_in, lengths, room)
-        rows = np.split(first_in, np.cumsum(room)[:-1])
-        incoming, largest = self._lengths(
-            [Heading.read(row[:SIZE], self.most_bytes) for row in rows]
-        )
+    def interrupt(self, why: str) -> None:
+        """Ends a wait of another thread, and all that follow."""
+        for peer in self._others():
+            self.lose(peer, why)
 
-        received = self._buffer("received", sum(incoming))
-        if largest > _ROOM:
-            self._transfer(in_one_piece(), received, counts, incoming)
-        else:
-            messages = [row[SIZE:][:n] for row, n in zip(rows, incoming, strict=True)]
-            np.concatenate(messages, out=received)
-        return received, incoming
+    # ---- what the core calls ----
 
-    def _lengths(self, headings: list[Heading | None]) -> tuple[list[int], int]:
-        """Bytes from each rank, and the most between any two ranks."""
-        heard: list[Heading] = []
-        for name, heading in zip(self._names, headings, strict=True):
-            if heading is None:
-                raise WireError(f"{self._where()}: a damaged or foreign message from rank {name}")
-            heard.append(heading)
-        where, error = self._where(), differences([each.place for each in heard], self._names)
-        ahead = [heading.call - self._calls for heading in heard]
-        if error and self.all_hear and not any(ahead):
-            self._calls_before_step = self._calls  # all of them drop what they were about
-            raise ValueError(f"{where}: {error}")
-        if error or any(ahead):
-            raise WireError(f"{where}: {error or f'ranks are out of step, by {ahead} calls'}")
-        return [heading.length for heading in heard], max(heading.longest for heading in heard)
+    def send_frame(self, peer: int, frame: Bytes) -> None:
+        self._send(peer, _FRAME, frame)
 
-    def _transfer(self, send: Bytes, out: Bytes, counts: list[int], out_counts: list[int]) -> None:
-        """One round: counts[r] bytes to rank r, at most out_counts[r] from it."""
-        tensors = torch.from_numpy(out), torch.from_numpy(send)
-        self._round(lambda: self._gloo.alltoall_base(*tensors, out_counts, counts).wait())
-
-    def _round(self, action: Callable[[], object]) -> None:
-        if self._gloo is None:
-            raise CommError(f"{self._where()}: the group is closed")
-        _, failure = attempt(action)
+    def receive_frame(self, peer: int) -> None:
+        line = self._lines.get(peer)
+        if line is None or line.gone:
+            return
+        place, work = line.places.popleft()
+        _, failure = attempt(work.wait)  # it is here, and now Gloo says so as well
         if failure:
-            raise CommError(f"{self._where()}: {failure} ({self._reason(failure)})")
+            return self._lose(peer, failure)
+        memory = place.numpy()
+        size, kind, taken = _HEAD.unpack_from(memory)
+        if not _HEAD.size <= size < memory.size or taken > line.sent:
+            line.gone = True
+            return self.lose(peer, "a frame that is none of topreduce's", "damaged")
+        while line.sent - len(line.sends) < taken:  # the peer has these
+            attempt(line.sends.popleft()[1].wait)
+        line.taken += 1
+        content = memory[_HEAD.size : size]
+        if kind in (_GAVE_UP, _LEFT):
+            return self._hear(peer, kind, legible(content.tobytes()))
+        if kind == _FRAME:
+            self.accept(peer, content)
+        memory[: size + 1] = 0
+        self._promise(peer, place)
+        if line.taken - line.told >= _UNTOLD:
+            self._send(peer, _NOTE)
 
-    def _reason(self, failure: str) -> str:
-        """What peers said; after a time-out, who did not come. Ends the connections."""
+    def still_waiting(self, seconds: float) -> None:
+        if seconds > self._timeout.total_seconds():
+            return self._give_up_waiting()
+        if seconds < self._asked:  # another wait
+            self._asked = 0.0
+        if seconds - self._asked > min(max(_SIGN_OF_LIFE, seconds / 10), 10 * _SIGN_OF_LIFE):
+            self._asked = seconds
+            for peer in self.awaited():
+                self._send(peer, _NOTE)  # Gloo knows whether the connection is still there
+
+    # ---- connections ----
+
+    def _connect(self, room: int) -> None:
+        self._gloo, failure = attempt(
+            lambda: dist.ProcessGroupGloo(self._store, self.rank, self.size, timeout=self._timeout)
+        )
+        if failure:
+            raise CommError(f"{self.title}: no connection: {failure}")
+        # What nobody writes to takes no memory, such as our own part.
+        blocks = torch.zeros((self.size, _PLACES, room), dtype=torch.uint8, device="cpu")
+        self.watch(blocks.numpy())
+        for peer in self._others():
+            self._lines[peer] = _Line()
+            for place in blocks[peer]:
+                self._promise(peer, place)
+
+    def _promise(self, peer: int, place: torch.Tensor) -> None:
+        work, failure = attempt(lambda: self._gloo.recv([place], peer, 0))
+        if failure:
+            return self._lose(peer, failure)
+        self._lines[peer].places.append((place, work))
+
+    def _send(self, peer: int, kind: int, frame: Bytes = _NOTHING) -> None:
+        """If it cannot be sent: that is an error once something is expected of this peer."""
+        line = self._lines.get(peer)
+        if line is None or line.gone:
+            return
+        size = _HEAD.size + frame.size
+        tensor = torch.empty(size + 1, dtype=torch.uint8, device="cpu")
+        memory = tensor.numpy()
+        _HEAD.pack_into(memory, 0, size, kind, line.taken)
+        memory[_HEAD.size : size] = frame
+        memory[size] = 1
+        work, failure = attempt(lambda: self._gloo.send([tensor], peer, 0))
+        if failure:
+            return self._lose(peer, failure)
+        line.sends.append((tensor, work))
+        line.sent += 1
+        line.told = line.taken
+
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.rank]
+
+    # ---- peers that are lost ----
+
+    def _hear(self, peer: int, kind: int, cause: str) -> None:
+        """The last word of a peer."""
+        self._lines[peer].gone = True
+        self._cause = self._cause or cause
+        why = cause.removeprefix(f"rank {self._names[peer]} gave up: ")
+        roll_call = self._roll_call() if _TIMED_OUT in cause else ""
+        how: Literal["gone", "gave_up"] = "gave_up" if kind == _GAVE_UP else "gone"
+        self.lose(peer, f"gave up: {why}{roll_call}", how)
+
+    def _lose(self, peer: int, failure: str) -> None:
+        """A connection is gone. What the peer said before may be here, or in the store."""
+        line = self._lines[peer]
+        while not line.gone and line.places and _is_whole(line.places[0][0]):
+            self.receive_frame(peer)
+        if line.gone:
+            return
+        line.gone = True
+        store, key = self._store, f"word/{peer}"
+        word = with_patience(lambda: legible(store.get(key)) if store.check([key]) else "")
+        self._cause = self._cause or word or ""
+        silence = "it left no word, and may have died, or the network is down"
+        self.lose(peer, f"is gone: {failure} ({word or silence})")
+
+    def _give_up_waiting(self) -> None:
+        """Nothing came in time: peers that wait fail at once, and say that they were here."""
+        silent = self.awaited()
+        waited = f"{_TIMED_OUT} waiting {self._timeout // timedelta(milliseconds=1)}ms"
+        self._tell(_GAVE_UP, f"rank {self._names[self.rank]} gave up: CommError: {waited}")
+        roll_call = self._roll_call()
+        for peer in silent:
+            self.lose(peer, f"is silent: {waited}{roll_call}")
+
+    def _roll_call(self) -> str:
+        """After a time-out: who did not come."""
         with_patience(self._waiting.answer)
-        words = self._words()
-        self._told = bool(words)  # someone else is the cause: leave the word to them
-        if _TIMED_OUT in failure and not words:
-            self.close(f"CommError: {failure}")  # peers that wait fail at once, and answer too
-        if any(_TIMED_OUT in each for each in (failure, *words)):
-            patience = self._waiting.patience + STORE_PATIENCE
-            absent = with_patience(self._waiting.absent, patience)
-            words += [explain(absent)] if absent else []
-        silence = "no rank left a word; one may have died, or the network is down"
-        return "; ".join(words) or silence
+        patience = self._waiting.patience + STORE_PATIENCE
+        absent = with_patience(self._waiting.absent, patience)
+        return f" ({explain(absent)})" if absent else ""
 
-    def _words(self) -> list[str]:
-        """What peers said when they gave up."""
+    def _tell(self, kind: int, cause: str) -> None:
+        """The last word to all peers; by the store where a connection is full."""
+        words = sendable(cause).encode()[:_LONGEST_WORD]
+        lines = [(peer, line) for peer, line in self._lines.items() if not line.gone]
+        for peer, _ in lines:
+            self._send(peer, kind, np.frombuffer(words, np.uint8))
+        failures = [
+            attempt(lambda work=line.sends[-1][1]: work.wait(_LAST_WORD))[1]
+            for _, line in sorted(lines, key=lambda each: len(each[1].sends))
+            if not line.gone
+        ]
+        if any(_TIMED_OUT in failure for failure in failures):
+            with_patience(lambda: self._store.set(f"word/{self.rank}", words))
+        for _, line in lines:
+            line.gone = True
 
-        def read() -> list[str]:
-            keys = {peer: f"word/{peer}" for peer in range(self.size) if peer != self.rank}
-            return [
-                f"rank {self._names[peer]} gave up: {legible(self._store.get(key))}"
-                for peer, key in keys.items()
-                if self._store.check([key])
-            ]
 
-        return with_patience(read) or []
-
-    def _where(self) -> str:
-        return f"{self.title}, step {self._step}, exchange {self.calls_in_step}"
-
-    def _buffer(self, name: str, size: int) -> Bytes:
-        """Memory that is reused from call to call."""
-        self._used[name] = max(size, self._used.get(name, 0))
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[name] = torch.empty(
-                size + size // 8, dtype=torch.uint8, device="cpu"
-            )
-        return buffer[:size].numpy()
+def _is_whole(place: torch.Tensor) -> bool:
+    """Whether a frame has come, and Gloo can be asked for it."""
+    memory = place.numpy()
+    size, _, _ = _HEAD.unpack_from(memory)
+    return 0 < size < memory.size and bool(memory[size])
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:

@@ -1,11 +1,7 @@
-"""What a handle shows of its steps: a line, curves, and a hint."""
+"""What a handle shows of its steps: a line, and curves."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
-
-_SMALL = 1 << 20  # bytes; a smaller model is exchanged in no time, however it is cut
-_LARGE_SHARE = 0.5  # of the model in the last bucket
-_GOOD_CUT = 8  # buckets
 
 
 class Writer(Protocol):
@@ -28,19 +24,6 @@ def scalars(stats: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield from ((f"{name}/{part}", float(each)) for part, each in value.items())
         elif name != "step" and isinstance(value, (int, float)):
             yield name, float(value)
-
-
-def hint(bucket_bytes: Sequence[int]) -> str | None:
-    """What to change if DDP's buckets, in the order they came, leave little to overlap."""
-    total = sum(bucket_bytes)
-    if total < _SMALL or bucket_bytes[-1] <= _LARGE_SHARE * total:
-        return None
-    cap = max(1, round(total / _GOOD_CUT / 2**20))
-    return (
-        f"{bucket_bytes[-1] / total:.0%} of the model comes in DDP's last bucket, when no "
-        "computing is left that its exchange could overlap: try "
-        f"DistributedDataParallel(..., bucket_cap_mb={cap})"
-    )
 
 
 def cost(stats: Mapping[str, Any], ranks: int) -> str:

@@ -46,7 +46,9 @@ def _sort(
         for key, value in state.items():
             rank, _, name = key.partition("/")
             if name and rank.startswith("rank") and rank[4:].isdecimal():
-                own.setdefault(int(rank[4:]), {})[name] = value
+                before = own.setdefault(int(rank[4:]), {}).setdefault(name, value)
+                if not torch.equal(torch.as_tensor(before), torch.as_tensor(value)):
+                    raise ValueError(f"two states of {rank}, which differ in {name}")
             elif common.setdefault(key, value) != value:
                 raise ValueError(f"states of different runs: {key} is {common[key]} and {value}")
     if common.get("format") != FORMAT:

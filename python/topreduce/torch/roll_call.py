@@ -24,10 +24,6 @@ class RollCall:
         """This rank is here."""
         self._store.set(self._key, "")
 
-    def withdraw(self) -> None:
-        """This rank has left, and may come again."""
-        self._store.delete_key(self._key)
-
     def absent(self, patience: float | None = None) -> list[int]:
         """The names of those that do not answer in time."""
         deadline = time.monotonic() + (self.patience if patience is None else patience)

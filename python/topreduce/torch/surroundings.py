@@ -16,9 +16,8 @@ from topreduce.torch.scaling import Scaler, ScalerWatch
 
 @dataclass(frozen=True)
 class Attendance:
-    """What this rank has to say of a step beside its gradients; see Reducer.attend."""
+    """What this rank has to say of a step when it begins; see Reducer.attend."""
 
-    unused: tuple[int, ...] = ()
     presence: str = "present"
     divisor: str = "ranks"
 
@@ -33,40 +32,23 @@ class Surroundings:
         frozen: Mapping[str, torch.nn.Parameter],
         scaler: Scaler | None,
     ) -> None:
-        """`parameters`: those that DDP reduces, in the layout's order; `frozen`: all others."""
+        """`parameters`: those that DDP reduces; `frozen`: all others."""
         self._known = False  # what is owed, since the last step
         self.forgotten = ""  # how the model came to a state whose debts are not known here
         self._ddp = weakref.ref(ddp)
         self._frozen = dict(frozen)
         self._scaler = scaler
-        parameters = list(parameters)
         self._scaler_watch = ScalerWatch(parameters, scaler)
-        self._used: set[int] = set()
-        self._handles: list[Any] = [
-            ddp.module.register_load_state_dict_post_hook(_LoadNotice(weakref.ref(self)))
-        ]
-        self._count: int | None = None  # of parameters, if DDP allows them to be unused
-        if ddp.find_unused_parameters or ddp.static_graph:
-            numbered = list(enumerate(parameters))
-            self._count = len(numbered)
-            for number, parameter in numbered:
-                listen = parameter.register_post_accumulate_grad_hook
-                self._handles.append(listen(_mark(self._used, number)))  # type: ignore[no-untyped-call]
+        self._handle = ddp.module.register_load_state_dict_post_hook(_LoadNotice(weakref.ref(self)))
 
     def loss_scale(self) -> float:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
     def attendance(self, *, in_backward: bool) -> Attendance:
-        """Of the step whose last bucket has come. Outside of backward() this rank has joined."""
+        """Of the step that begins. Outside of backward() this rank has joined."""
         ddp = self._ddp()
         by_all = getattr(ddp, "_divide_by_initial_world_size", True)  # an argument of join()
-        unused: tuple[int, ...] = ()
-        if in_backward and self._count is not None:
-            unused = tuple(n for n in range(self._count) if n not in self._used)
-            self._used.clear()
-        return Attendance(
-            unused, "present" if in_backward else "joined", "ranks" if by_all else "present"
-        )
+        return Attendance("present" if in_backward else "joined", "ranks" if by_all else "present")
 
     def debts_are_known(self) -> None:
         """They were loaded. The model may be loaded before or after, up to the next step."""
@@ -95,9 +77,7 @@ class Surroundings:
         self.forgotten, self._known = "", False
 
     def release(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._handle.remove()
         self._scaler_watch.release()
 
 
@@ -115,7 +95,3 @@ class _LoadNotice:
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the model is not attached; this does nothing, and needs nothing of ours.
         return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-def _mark(used: set[int], number: int) -> Any:
-    return lambda _: used.add(number)

@@ -5,7 +5,6 @@ from typing import Any
 
 from topreduce import Reducer
 from topreduce.torch import checkpoint, report
-from topreduce.torch.heading import Doing
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.steps import Steps
 
@@ -36,7 +35,7 @@ class Sync:
         """What the last step cost this rank, and what it moved."""
         if self._steps.history:
             return dict(self._steps.history[-1])
-        return self._steps.record(self._reducer.stats, self._reducer.density, 0.0)
+        return self._steps.record(self._reducer.stats, self._reducer.density)
 
     def history(self) -> list[dict[str, Any]]:
         """`stats()` of the last 1000 steps, oldest first."""
@@ -49,12 +48,6 @@ class Sync:
         """
         report.write(self.stats(), writer, step)
 
-    def hint(self) -> str | None:
-        """What to change if DDP's bucket sizes leave little to overlap; None if all is well."""
-        if self._comm.ledgers == 1 or self._reducer.spec["granularity"] != "bucket":
-            return None
-        return report.hint(self._steps.bucket_bytes or [0])
-
     def configure(self, **changes: object) -> None:
         """Changes settings from the next step on, e.g. density=0.001; what is owed stays.
 
@@ -64,16 +57,16 @@ class Sync:
         settings = {name: as_setting(value) for name, value in changes.items()}
         words = ", ".join(f"{name}={value}" for name, value in sorted(settings.items()))
         self._together(
-            Doing.CONFIGURE, f"configure({words})", lambda: self._reducer.configure(**settings)
+            "configure", f"configure({words})", lambda: self._reducer.configure(**settings)
         )
 
     def bypass(self) -> None:
         """From the next step on plain dense averages; what is owed waits. Collective."""
-        self._together(Doing.BYPASS, "bypass()", self._reducer.bypass)
+        self._together("bypass", "bypass()", self._reducer.bypass)
 
     def resume(self) -> None:
         """Ends `bypass`. Collective."""
-        self._together(Doing.RESUME, "resume()", self._reducer.resume)
+        self._together("resume", "resume()", self._reducer.resume)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything this rank's next step depends on: tensors, numbers and words by name.
@@ -110,11 +103,11 @@ class Sync:
             )
 
     def __repr__(self) -> str:
-        reducer, comm, hint = self._reducer, self._comm, self.hint()
+        reducer, comm = self._reducer, self._comm
         return (
             f"<topreduce.torch.Sync: {self._condition()}, {comm.title}, "
             f"{reducer.layout.size} entries, step {reducer.step}; "
-            f"{report.cost(self.stats(), comm.ledgers)}{f'; hint: {hint}' if hint else ''}>"
+            f"{report.cost(self.stats(), comm.ledgers)}>"
         )
 
     def _condition(self) -> str:
@@ -125,14 +118,14 @@ class Sync:
         mode = "bypassed" if self._reducer.bypassed else f"density {self._reducer.density:.3g}"
         return f"{self._reducer.spec['method']}, {mode}"
 
-    def _together(self, doing: Doing, action: str, change: Callable[[], None]) -> None:
+    def _together(self, call: str, action: str, change: Callable[[], None]) -> None:
         """Changes the reducer if all ranks want this before the same step; else all raise."""
         if not self._attached:
             raise ValueError(f"{action}: this handle is detached; use the one of the last attach")
         if self._steps.broken is not None:
             raise self._steps.broken.with_traceback(None)
         self._steps.settle()
-        self._comm.announce(doing, self._reducer.step)
+        self._comm.enter(call, self._reducer.step)
         try:
             self._comm.concur(f"{action} before step {self._reducer.step}")
             change()  # raises ValueError on all ranks or on none: they agree on all it looks at

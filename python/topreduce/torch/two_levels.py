@@ -70,6 +70,7 @@ class _OnTwoLevels(Reducer):
         self._bypassed = False
 
     def begin(self, comm: Communicator, loss_scale: float = 1.0) -> None:
+        self._levels.inside.start_step(self.step)
         self._scale = self._agree_on(loss_scale)
         self._own = np.float32(loss_scale / self._scale if loss_scale else 1.0)
         self._missing = self._parameters
@@ -81,7 +82,7 @@ class _OnTwoLevels(Reducer):
     def attend(
         self, unused: Sequence[int] = (), presence: str = "present", divisor: str = "ranks"
     ) -> None:
-        self._attendance = self._note(unused, presence, divisor)
+        self._attendance |= self._note(unused, presence, divisor)
 
     def abandon(self) -> None:
         super().abandon()
@@ -129,7 +130,7 @@ class _OnTwoLevels(Reducer):
         """Every rank gets the delegate's gradients."""
         started = time.perf_counter()
         for gradient in self._gradients:
-            self._levels.inside.hand_out(gradient.view(np.uint8))
+            self._levels.inside.hand_out(gradient)
         self._seconds += time.perf_counter() - started
 
     def _rescale(self, unit: float) -> None:

@@ -1,0 +1,297 @@
+"""Gradients of a DistributedDataParallel model, and the way their means take into its buckets.
+
+DDP copies each gradient into a bucket, and calls a hook for every bucket that is full, before it
+waits for any of the futures. By then most gradients were taken (taker.py), and are on their way;
+the hook tells where they lie now, and hands over those that were not. The futures are completed
+together, once the last bucket is through.
+"""
+
+import contextlib
+import functools
+import itertools
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from topreduce import Reducer
+from topreduce.torch.device import GradientDevice
+from topreduce.torch.lane import Lane
+from topreduce.torch.steps import Step, Steps, is_in_backward
+from topreduce.torch.taker import Batch, Taker
+
+
+class _Bucket:
+    """A bucket of DDP in the worker's hands. The memory belongs to DDP."""
+
+    def __init__(self, bucket: GradBucket, lane: Lane) -> None:
+        self.future = lane.future()
+        self.buffer = bucket.buffer()
+        self._lane, self._computed = lane, lane.mark()
+        self.parameters = bucket.parameters()
+        self.is_first = bucket.index() == 0
+        self.is_last = bucket.is_last()
+        self.sizes = [each.numel() for each in self.parameters]
+        self.unused: list[int] = []
+        self.most = _most(self.buffer.dtype)
+        self._copies: list[tuple[Tensor, Tensor]] = []  # parts of the buffer, and their means
+
+    def gradient(self, start: int, end: int) -> Tensor:
+        """Part of it as the core wants it: DDP's own memory where possible."""
+        part = self.buffer[start:end]
+        with self.queued():
+            float32 = self._lane.to_host(part.float())
+        if float32.data_ptr() != part.data_ptr():
+            self.bring(float32, start, end)
+        return float32
+
+    def bring(self, float32: Tensor, start: int, end: int) -> None:
+        """That part of it will be copied from here."""
+        self._copies.append((self.buffer[start:end], float32))
+
+    def queued(self) -> contextlib.AbstractContextManager[None]:
+        """Work on the device, behind what computed the gradient."""
+        return self._lane.behind(self._computed)
+
+    def give_back(self) -> None:
+        if self._copies:
+            with self.queued():
+                for part, float32 in self._copies:
+                    part.copy_(float32, non_blocking=True)
+
+    def complete(self, error: Exception | None) -> None:
+        """Lets DDP go on with what the buffer holds; after an error, with zeros."""
+        with self.queued():
+            if error is not None:
+                self.buffer.zero_()
+        with self.queued():
+            self.future.set_result(self.buffer)
+
+
+class _Pass:
+    """A backward pass, or what a rank that has joined does in its place."""
+
+    def __init__(self, step: Step, device: GradientDevice | None, learns: bool) -> None:
+        self.step = step
+        self.learns = learns  # how often, and in which order, parameters are called
+        self.buckets: list[_Bucket] = []
+        self.taken: dict[int, Tensor] = {}  # by the worker, in fp32
+        self._device = device
+
+    def queued(self) -> contextlib.AbstractContextManager[None]:
+        return self.buckets[-1].queued()
+
+    def give_back(self) -> None:
+        for bucket in self.buckets:
+            bucket.give_back()
+
+    def complete(self, error: Exception | None) -> None:
+        if self._device is not None:
+            self._device.release()
+        for bucket in self.buckets:
+            bucket.complete(error)
+        self.buckets.clear()
+        self.taken.clear()
+
+
+class DDPAdapter:
+    """Serves DDP's hook. DDP owns what owns this, so nothing here leads back to DDP."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        steps: Steps,
+        reducer: Reducer,
+        parameters: Mapping[str, torch.nn.Parameter],
+        device: GradientDevice | None,
+        *,
+        takes_early: bool,
+    ) -> None:
+        """`parameters`: those that DDP reduces, in the layout's order. `device`: the one that the
+        reducer uses. `takes_early`: before buckets are full, where that is possible.
+        """
+        self._steps = steps
+        self._reducer = reducer
+        self._numbers = {id(each): number for number, each in enumerate(parameters.values())}
+        self._device = device
+        self._lanes = {} if device is None else {device.device: device.lane}
+        self._takes_early = takes_early and device is None
+        self._may_be_unused = bool(ddp.find_unused_parameters or ddp.static_graph)
+        self._ddp = weakref.ref(ddp)
+        self._pass: _Pass | None = None
+        self._learns = False  # from the next pass
+        self._taker = Taker(parameters, self._take, self._object)
+        self._taker.plan(reducer.buckets)
+        self._handle = ddp.register_forward_hook(_ForwardHook(weakref.ref(self)))
+
+    def release(self) -> None:
+        self._handle.remove()
+        self._taker.release()
+
+    def forward(self) -> None:
+        """DDP's forward pass is over. Decides, as DDP does, if the next backward is averaged."""
+        ddp = self._ddp()
+        if ddp is None or not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
+            return
+        in_buckets = self._takes_early and self._reducer.spec["granularity"] == "bucket"
+        self._learns = in_buckets and not self._taker.learnt
+        self._taker.begin(takes=in_buckets and self._taker.learnt)
+        self._pass = None  # one that user code cut short
+
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """DDP's hook. Never raises inside backward(): that would break DDP's next step."""
+        full = _Bucket(bucket, self._lane(bucket.buffer().device))
+        stale = self._pass is not None and (self._pass.buckets or not is_in_backward())
+        if full.is_first and stale:
+            self._pass = None
+        current = self._open()
+        current.buckets.append(full)
+        step, numbers = current.step, [self._numbers.get(id(each)) for each in full.parameters]
+        if step.in_backward and self._may_be_unused:
+            used = self._taker.used
+            full.unused = [each for each in numbers if each is not None and not used[each]]
+        if self._taker.open and step.in_backward:
+            self._taker.complete(number for number in numbers if number is not None)
+            self._taker.flush()
+            if full.is_last:
+                self._taker.end()
+        self._steps.hand_over(step, functools.partial(self._add, current, full))
+        if full.is_last:
+            self._close(current)
+        return full.future
+
+    def _open(self) -> _Pass:
+        if self._pass is None:
+            step = self._steps.open()
+            learns = self._learns and self._taker.open and step.in_backward
+            self._pass = _Pass(step, self._device, learns)
+        return self._pass
+
+    def _close(self, current: _Pass) -> None:
+        step = current.step
+        if current.learns:
+            order = list(self._taker.order)
+            self._steps.hand_over(step, lambda: self._add_all(current, order))
+        if step.in_backward:
+            self._taker.forget_use()
+            _raise_at_the_end_of_backward(step)
+        self._pass = None
+        self._steps.close(step, current)
+        if not step.in_backward:  # a rank that has joined early
+            step.over.wait()
+            if step.error is not None:
+                raise step.error.with_traceback(None)
+
+    # ---- what the taker says, inside of backward() ---------------------------------------------
+
+    def _take(self, batch: Batch) -> None:
+        current = self._open()
+        self._steps.hand_over(current.step, lambda: self._add_early(current, batch))
+
+    def _object(self, words: str) -> None:
+        def refuse() -> None:
+            raise ValueError(words)
+
+        self._steps.hand_over(self._open().step, refuse)
+
+    # ---- the worker's part ---------------------------------------------------------------------
+
+    def _add_early(self, current: _Pass, batch: Batch) -> None:
+        """Gradients where autograd put them, of any floating type."""
+        gradients = []
+        for number, gradient in batch:
+            flat = gradient.detach().as_strided((gradient.numel(),), (1,))
+            float32 = current.taken[number] = flat.float()
+            gradients.append((number, float32.numpy(), _most(gradient.dtype)))
+        self._reducer.add_many(gradients)
+
+    def _add(self, current: _Pass, bucket: _Bucket) -> None:
+        """What is in the bucket and was not taken; what was goes where it lies now."""
+        if bucket.is_first:
+            self._taker.plan(self._reducer.buckets)
+        if bucket.unused:
+            self._reducer.attend(unused=bucket.unused)
+        numbers = [self._number(each) for each in bucket.parameters]
+        if self._device is not None and self._reducer.on_device:
+            with bucket.queued():
+                self._device.hold(numbers, bucket.sizes, bucket.buffer)
+                self._reducer.add_on_device(numbers, bucket.most)
+            return
+        if current.learns:
+            return
+        ends = itertools.accumulate(bucket.sizes)
+        places = zip(numbers, bucket.sizes, ends, strict=True)
+        for early, run in itertools.groupby(places, lambda place: place[0] in current.taken):
+            parts = list(run)
+            group = [number for number, _, _ in parts]
+            start, end = parts[0][2] - parts[0][1], parts[-1][2]
+            if not early:
+                self._reducer.add(group, bucket.gradient(start, end).numpy(), bucket.most)
+            elif bucket.buffer.dtype == torch.float32:
+                self._reducer.relocate(group, bucket.gradient(start, end).numpy())
+            else:
+                for number, size, last in parts:
+                    bucket.bring(current.taken[number], last - size, last)
+
+    def _add_all(self, current: _Pass, order: list[int]) -> None:
+        """In the order in which they came, which the reducer learns."""
+        found = {}
+        for bucket in current.buckets:
+            array = bucket.gradient(0, bucket.buffer.numel()).numpy()
+            start = 0
+            for parameter, size in zip(bucket.parameters, bucket.sizes, strict=True):
+                number = self._number(parameter)
+                found[number] = number, array[start : start + size], bucket.most
+                start += size
+        self._reducer.add_many([found[number] for number in order])
+
+    def _lane(self, device: torch.device) -> Lane:
+        if device not in self._lanes:
+            self._lanes[device] = Lane(device)
+        return self._lanes[device]
+
+    def _number(self, parameter: Tensor) -> int:
+        number = self._numbers.get(id(parameter))
+        if number is None:
+            raise ValueError(
+                f"DDP reduces a parameter of shape {tuple(parameter.shape)} that was not there at "
+                "attach(): wrap the model in a new DistributedDataParallel and attach again"
+            )
+        return number
+
+
+class _ForwardHook:
+    """Called after DDP's forward pass."""
+
+    def __init__(self, adapter: "weakref.ref[DDPAdapter]") -> None:
+        self._adapter = adapter
+
+    def __call__(self, module: torch.nn.Module, arguments: object, output: object) -> None:
+        adapter = self._adapter()
+        if adapter is not None:
+            adapter.forward()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")  # a copy does nothing
+
+
+def _most(dtype: torch.dtype) -> float:
+    """What memory of this type can hold of a mean that is computed in fp32."""
+    return min(torch.finfo(each).max for each in (dtype, torch.float32))
+
+
+def _raise_at_the_end_of_backward(step: Step) -> None:
+    """Has backward() raise the step's error, once DDP has finished."""
+    engine = torch.autograd.Variable._execution_engine
+
+    def raise_error() -> None:
+        if step.error is not None:
+            raise step.error.with_traceback(None)
+
+    # Two levels: callbacks run in the order they came, and DDP's own is still to come.
+    engine.queue_callback(lambda: engine.queue_callback(raise_error))

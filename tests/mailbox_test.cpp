@@ -1,0 +1,380 @@
+// What one rank has received: frames in, messages out; early, late, damaged, or from a rank that is
+// gone.
+
+#include "topreduce/comm/mailbox.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "topreduce/errors.h"
+
+namespace topreduce::comm {
+namespace {
+
+constexpr Place kHere{Place::Kind::step, 7};
+constexpr int kMe = 0, kPeer = 1;
+
+Bytes text(const std::string& words) {
+  Bytes bytes;
+  append(bytes, std::as_bytes(std::span(words)));
+  return bytes;
+}
+
+Bytes message(const Tag& tag, const std::string& words) {
+  Bytes stream;
+  append_varint(stream, tag.exchange);
+  append_varint(stream, tag.round);
+  append_varint(stream, words.size());
+  append(stream, text(words));
+  return stream;
+}
+
+Bytes frame(std::uint32_t epoch, std::span<const std::byte> stream, const Place& place = kHere) {
+  Bytes bytes(Mailbox::kFrameHead);
+  write_frame_head(epoch, place, bytes.data());
+  append(bytes, stream);
+  return bytes;
+}
+
+std::string words(const Mailbox& mailbox, const Tag& tag, int peer = kPeer) {
+  const auto bytes = mailbox.message(tag, peer);
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+/// What `check` throws, with the kind of error in front; empty if nothing.
+std::string error_of(const Mailbox& mailbox) {
+  try {
+    mailbox.check(kMe);
+  } catch (const WireError& error) {
+    return std::string("wire: ") + error.what();
+  } catch (const CommError& error) {
+    return std::string("comm: ") + error.what();
+  }
+  return "";
+}
+
+// ---- messages ----------------------------------------------------------------------------------
+
+// A stream of short, empty and long messages, whose tags take one to five bytes.
+TEST(Mailbox, FramesMayEndAnywhere) {
+  const std::vector<std::pair<Tag, std::string>> sent = {
+      {{0, 0}, "first"},
+      {{1, 300}, ""},
+      {{0xffffffff, 0xffffffff}, std::string(300, 'x')},
+      {{70'000, 1}, "y"},
+      {{2, 2}, std::string(10'000, 'z')},
+      {{2, 3}, ""},
+  };
+  Bytes stream;
+  for (const auto& [tag, bytes] : sent) append(stream, message(tag, bytes));
+  for (std::size_t length = 1; length < 400; ++length) {
+    for (const bool hands_over : {false, true}) {
+      Mailbox mailbox(2);
+      for (std::span<const std::byte> rest = stream; !rest.empty();) {
+        const std::size_t count = std::min(length < 399 ? length : stream.size(), rest.size());
+        Bytes next = frame(0, rest.first(count), {});
+        if (hands_over) mailbox.accept(kPeer, next);
+        if (!hands_over) mailbox.accept(kPeer, std::span<const std::byte>(next));
+        rest = rest.subspan(count);
+      }
+      for (const auto& [tag, bytes] : sent) {
+        ASSERT_EQ(mailbox.arrived(tag), 1u) << length;
+        ASSERT_EQ(words(mailbox, tag), bytes) << length;
+      }
+    }
+  }
+}
+
+TEST(Mailbox, ALongMessageIsNotCopied) {
+  Mailbox mailbox(2);
+  const Tag first{0, 0}, second{0, 1};
+  Bytes stream = message(first, "short");
+  append(stream, message(second, std::string(5000, 'a')));
+  Bytes bytes = frame(0, stream, {});
+  const std::byte* const memory = bytes.data();
+  mailbox.accept(kPeer, bytes);
+  EXPECT_EQ(words(mailbox, first), "short");
+  EXPECT_EQ(words(mailbox, second), std::string(5000, 'a'));
+  EXPECT_EQ(mailbox.message(second, kPeer).data(), memory + stream.size() + 16 - 5000);
+  mailbox.release(second);
+  mailbox.accept(kPeer, frame(0, message(second, "again"), {}));
+  EXPECT_EQ(words(mailbox, second), "again");
+}
+
+TEST(Mailbox, ReleasedMessagesAreGone) {
+  Mailbox mailbox(3);
+  const Tag tag{1, 2};
+  mailbox.accept(1, frame(0, message(tag, "one"), {}));
+  mailbox.accept(2, frame(0, message(tag, "two"), {}));
+  EXPECT_EQ(mailbox.arrived(tag), 2u);
+  EXPECT_EQ(words(mailbox, tag, 2), "two");
+  mailbox.release(tag);
+  EXPECT_EQ(mailbox.arrived(tag), 0u);
+  mailbox.accept(1, frame(0, message(tag, "another"), {}));
+  EXPECT_EQ(mailbox.arrived(tag), 1u);
+  EXPECT_EQ(words(mailbox, tag, 1), "another");
+}
+
+// In the middle of a message too: the rest of it is passed over, and what follows is read.
+TEST(Mailbox, ReleasingAMessageInPartsDropsTheRest) {
+  Mailbox mailbox(2);
+  const Tag tag{1, 0}, next{1, 1};
+  const Bytes stream = message(tag, "too long");
+  mailbox.expect(tag, kPeer);
+  mailbox.accept(kPeer, frame(0, std::span(stream).first(6), {}));
+  mailbox.release(tag);
+  Bytes rest;
+  append(rest, std::span(stream).subspan(6));
+  append(rest, message(next, "next"));
+  mailbox.accept(kPeer, frame(0, rest, {}));
+  EXPECT_EQ(mailbox.arrived(tag), 0u);
+  EXPECT_EQ(words(mailbox, next), "next");
+  mailbox.lose(kPeer, Loss::gone, "left");
+  EXPECT_EQ(error_of(mailbox), "");
+}
+
+// ---- places ------------------------------------------------------------------------------------
+
+TEST(Mailbox, EarlyMessagesWait) {
+  Mailbox mailbox(2);
+  const Tag tag{0, 0};
+  mailbox.accept(kPeer, frame(1, message(tag, "one")));
+  mailbox.accept(kPeer, frame(2, message(tag, "two")));
+  EXPECT_EQ(mailbox.arrived(tag), 0u);
+  mailbox.enter(kHere);
+  EXPECT_EQ(words(mailbox, tag), "one");
+  mailbox.enter(kHere);
+  EXPECT_EQ(words(mailbox, tag), "two");
+  mailbox.enter(kHere);
+  EXPECT_EQ(mailbox.arrived(tag), 0u);
+  EXPECT_FALSE(mailbox.differs());
+}
+
+TEST(Mailbox, WhatWasLeftForGoodIsDropped) {
+  Mailbox mailbox(2);
+  const Tag tag{0, 0}, cut{0, 1};
+  const Bytes stream = message(cut, "in two frames");
+  mailbox.accept(kPeer, frame(0, message(tag, "old"), {}));
+  mailbox.accept(kPeer, frame(0, std::span(stream).first(8), {}));
+  mailbox.enter(kHere);
+  mailbox.stay();
+  mailbox.accept(kPeer, frame(0, std::span(stream).subspan(8), {}));
+  mailbox.accept(kPeer, frame(0, message({0, 2}, "late"), {}));
+  mailbox.accept(kPeer, frame(1, message(tag, "new")));
+  EXPECT_EQ(mailbox.arrived(cut) + mailbox.arrived({0, 2}), 0u);
+  EXPECT_EQ(words(mailbox, tag), "new");
+  mailbox.expect({0, 3}, kPeer);
+  EXPECT_EQ(error_of(mailbox), "");
+}
+
+TEST(Mailbox, LeavingFindsEverythingAsItWas) {
+  Mailbox mailbox(2);
+  const Tag tag{0, 0}, late{0, 1};
+  mailbox.accept(kPeer, frame(0, message(tag, "kept"), {}));
+  mailbox.enter(kHere);
+  mailbox.expect(tag, kPeer);
+  mailbox.accept(kPeer, frame(0, message(late, "came meanwhile"), {}));
+  EXPECT_EQ(mailbox.arrived(tag), 0u);
+  mailbox.leave();
+  EXPECT_EQ(mailbox.epoch(), 0u);
+  EXPECT_EQ(mailbox.place(), Place{});
+  EXPECT_EQ(words(mailbox, tag), "kept");
+  EXPECT_EQ(words(mailbox, late), "came meanwhile");
+  mailbox.lose(kPeer, Loss::gone, "left");
+  EXPECT_EQ(error_of(mailbox), "") << "nothing is expected any more";
+}
+
+TEST(Mailbox, PlacesAreComparedByEpoch) {
+  Mailbox mailbox(3);
+  const Place there{Place::Kind::configure, 7};
+  mailbox.enter(kHere);
+  EXPECT_FALSE(mailbox.differs());
+  EXPECT_FALSE(mailbox.heard_all(kMe));
+  mailbox.accept(1, frame(1, {}));
+  mailbox.accept(1, frame(2, {}, there));  // later: may be anywhere
+  EXPECT_FALSE(mailbox.differs());
+  mailbox.accept(2, frame(1, {}, there));
+  EXPECT_TRUE(mailbox.differs());
+  EXPECT_TRUE(mailbox.heard_all(kMe));
+  EXPECT_EQ(mailbox.places(kMe),
+            "rank 0: step 7; rank 1: step 7; rank 2: configure() before step 7");
+  mailbox.enter(there);
+  EXPECT_FALSE(mailbox.differs());
+  EXPECT_EQ(mailbox.places(kMe),
+            "rank 0: configure() before step 7; rank 1: configure() before step 7; rank 2: not "
+            "heard of");
+}
+
+// ---- damage and loss ---------------------------------------------------------------------------
+
+struct Damaged {
+  const char* name;
+  std::vector<Bytes> frames;
+};
+
+std::vector<Damaged> damaged_frames() {
+  const Bytes good = frame(1, message({0, 0}, "good"));
+  const auto changed = [&](std::size_t place, int value) {
+    Bytes bytes = good;
+    bytes[place] = static_cast<std::byte>(value);
+    return bytes;
+  };
+  const auto endless = [](std::size_t before) {  // numbers that are right, then one without an end
+    Bytes stream(before, std::byte{1});
+    stream.resize(before + 9, std::byte{0x80});
+    return frame(1, stream);
+  };
+  Bytes wide;
+  append_varint(wide, std::uint64_t{1} << 32);
+  append(wide, message({0, 0}, ""));
+  const Bytes cut = message({0, 1}, "long");
+  const auto part = [&](std::size_t count) { return frame(1, std::span(cut).first(count)); };
+  return {
+      {"none of topreduce's", {Bytes{}}},
+      {"none of topreduce's", {Bytes(good.begin(), good.begin() + 15)}},
+      {"none of topreduce's", {changed(4, 0)}},
+      {"version 99", {changed(6, 99)}},
+      {"this is version", {changed(7, 100)}},
+      {"without a head", {endless(0)}},
+      {"without a head", {endless(1)}},
+      {"without a head", {endless(2)}},
+      {"without a head", {frame(1, wide)}},
+      {"the same message twice", {good, good}},
+      {"out of order", {good, frame(0, {}, {})}},
+      {"out of order", {part(2), frame(2, {})}},
+      {"out of order", {part(5), frame(2, {})}},
+  };
+}
+
+TEST(Mailbox, DamageIsAWireErrorForThoseThatWait) {
+  for (const auto& [name, frames] : damaged_frames()) {
+    Mailbox mailbox(3);
+    const Tag tag{9, 9};
+    mailbox.enter(kHere);
+    const std::uint64_t seen = mailbox.version();
+    for (const Bytes& bytes : frames) mailbox.accept(kPeer, bytes);
+    EXPECT_NE(mailbox.version(), seen);
+    EXPECT_EQ(error_of(mailbox), "") << "nothing is expected";
+    mailbox.expect(tag, 2);
+    EXPECT_EQ(error_of(mailbox), "") << "not of this one";
+    mailbox.expect(tag, kPeer);
+    const std::string error = error_of(mailbox);
+    EXPECT_TRUE(error.starts_with("wire: rank 0, step 7: from rank 1: ")) << error;
+    EXPECT_NE(error.find(name), std::string::npos) << name << ": " << error;
+
+    mailbox.accept(kPeer, frame(2, message(tag, "after it")));  // is not read
+    mailbox.accept(2, frame(1, message(tag, "of others")));
+    EXPECT_EQ(mailbox.arrived(tag), 1u);
+  }
+}
+
+TEST(Mailbox, ALengthIsOnlyAClaim) {
+  Mailbox mailbox(2);
+  Bytes stream;
+  for (const std::uint64_t number : {std::uint64_t{0}, std::uint64_t{0}, std::uint64_t{1} << 62}) {
+    append_varint(stream, number);
+  }
+  EXPECT_NO_THROW(mailbox.accept(kPeer, frame(0, stream, {})));
+  EXPECT_NO_THROW(mailbox.accept(kPeer, frame(0, text("a little"), {})));
+  EXPECT_EQ(mailbox.arrived({0, 0}), 0u);
+}
+
+TEST(Mailbox, ALostPeerIsMissedWhereItIsExpected) {
+  Mailbox mailbox(2);
+  const Tag here{0, 0}, missing{0, 1};
+  mailbox.expect(here, kPeer);
+  mailbox.accept(kPeer, frame(0, message(here, "before"), {}));
+  mailbox.lose(kPeer, Loss::gone, "the first reason");
+  mailbox.lose(kPeer, Loss::damaged, "the second");
+  EXPECT_EQ(error_of(mailbox), "");
+  EXPECT_EQ(words(mailbox, here), "before");
+  mailbox.expect(missing, kPeer);
+  EXPECT_EQ(error_of(mailbox),
+            "comm: rank 0, before its first call: from rank 1: the first reason");
+  mailbox.release(missing);
+  EXPECT_EQ(error_of(mailbox), "");
+}
+
+// ---- other threads -----------------------------------------------------------------------------
+
+TEST(Mailbox, TellsAnotherThreadWhomToReceiveFrom) {
+  Mailbox mailbox(4);
+  const Tag tag{0, 0};
+  mailbox.expect(tag, 1);
+  mailbox.expect(tag, 3);
+  EXPECT_EQ(mailbox.next_expected(0), 1);
+  EXPECT_EQ(mailbox.next_expected(1), 3);
+  EXPECT_EQ(mailbox.next_expected(3), 1);
+  mailbox.lose(1, Loss::gone, "left");
+  EXPECT_EQ(mailbox.next_expected(3), 3);
+  mailbox.accept(3, frame(0, message(tag, "here"), {}));
+
+  std::atomic<int> told = -2;
+  std::jthread waiting([&] { told = mailbox.next_expected(0); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  EXPECT_EQ(told, -2) << "nothing is expected of anyone";
+  mailbox.expect(tag, 2);
+  waiting.join();
+  EXPECT_EQ(told, 2);
+  mailbox.release(tag);
+
+  told = -2;
+  std::jthread closing([&] { told = mailbox.next_expected(2); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  mailbox.close();
+  closing.join();
+  EXPECT_EQ(told, -1);
+}
+
+TEST(Mailbox, WakesWhoWaits) {
+  Mailbox mailbox(2);
+  const auto wakes = [&](auto&& what) {
+    const std::uint64_t seen = mailbox.version();
+    std::jthread other([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      what();
+    });
+    mailbox.wait(seen);
+    EXPECT_NE(mailbox.version(), seen);
+  };
+  wakes([&] { mailbox.accept(kPeer, frame(0, message({0, 0}, ""), {})); });
+  wakes([&] { mailbox.lose(kPeer, Loss::gone, "left"); });
+  wakes([&] { mailbox.close(); });
+}
+
+// As a transport with a thread of its own: one receives what is expected, and the rank waits.
+TEST(Mailbox, AThreadPassesOnWhatIsExpected) {
+  constexpr int kRounds = 200;
+  Mailbox mailbox(3);
+  std::jthread receiver([&] {
+    std::vector<std::uint32_t> next(3, 0);  // by peer: its round
+    for (int peer = 0; (peer = mailbox.next_expected(peer)) != -1;) {
+      const std::uint32_t round = next[at(peer)]++;
+      mailbox.accept(peer, frame(round, message({peer == 1 ? 0u : 1u, round}, "x"), {}));
+    }
+  });
+  for (std::uint32_t round = 0; round < kRounds; ++round) {
+    if (round > 0) mailbox.enter({});
+    mailbox.stay();
+    for (const int peer : {1, 2}) mailbox.expect({peer == 1 ? 0u : 1u, round}, peer);
+    for (const int peer : {1, 2}) {
+      const Tag tag{peer == 1 ? 0u : 1u, round};
+      for (std::uint64_t seen = mailbox.version(); mailbox.arrived(tag) == 0;
+           seen = mailbox.version()) {
+        mailbox.wait(seen);
+      }
+      EXPECT_EQ(words(mailbox, tag, peer), "x");
+      mailbox.release(tag);
+    }
+  }
+  mailbox.close();
+}
+
+}  // namespace
+}  // namespace topreduce::comm
