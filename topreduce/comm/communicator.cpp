@@ -115,7 +115,7 @@ void Communicator::flush() {
       } else {
         write_frame_head(mailbox_->epoch(), mailbox_->place(), Places::same, frame.data());
       }
-      traffic_.bytes_sent += head;
+      if (head > 1) traffic_.bytes_sent += head;
       if (frame.size() == to.stream.size()) {
         hand_over(peer, to.stream);
         break;

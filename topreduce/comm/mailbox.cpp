@@ -107,10 +107,11 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame, Bytes* buffer) 
   const std::lock_guard lock(mutex_);
   Peer& from = peers_[at(peer)];
   if (from.lost) return;
-  bytes_received_ += frame.size();
+  const bool is_short = !frame.empty() && frame[0] == kShortHead && from.heard;
+  bytes_received_ += frame.size() - (is_short ? 1 : 0);
   ++version_;
   changed_.notify_all();
-  if (!frame.empty() && frame[0] == kShortHead && from.heard) {
+  if (is_short) {
     return read(peer, frame.subspan(1), buffer);
   }
   if (frame.size() < kFrameHead || load<std::uint16_t>(frame.data()) != kMagic) {
