@@ -320,8 +320,7 @@ void Mailbox::check(int rank) const {
     const Peer& peer = peers_[r];
     // Frames keep their order: what is missing of an epoch that its sender has left never comes.
     const bool left = !expects_all_ && peer.expected > 0 && peer.epoch > epoch_;
-    const bool gave_up = peer.loss == Loss::gave_up && peer.epoch >= epoch_;
-    const bool missed = peer.lost && (waits_for(peer) || gave_up);
+    const bool missed = peer.lost && waits_for(peer);
     if (r == at(rank) || !(left || missed)) continue;
     const std::string text = title(rank) + ", " + to_string(place_) + ": rank " + name(r) + " ";
     if (left) throw WireError(text + "has gone on to " + to_string(peer.places.back().place));
