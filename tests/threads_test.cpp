@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "cluster.h"
-#include "topreduce/wire/message.h"
 
 namespace topreduce::laws {
 namespace {
@@ -148,35 +147,6 @@ TEST(ThreadLaw, HoldsWhereCandidatesAreDropped) {
   for (const char* row : {"topk:density=0.01", "ok_topk:density=0.01,granularity=model",
                           "gaussiank:density=0.01,granularity=model"}) {
     expect_no_difference(layout, row, 2);
-  }
-}
-
-TEST(ThreadLaw, MessagesAreTheSameBytes) {
-  const SmallGrain grain(4096);
-  SparseVector entries;
-  auto rng = rng_of(0, 0);
-  Index end = 0;
-  for (std::size_t i = 0; i < 20'000; ++i) {
-    end += static_cast<Index>(i % 1000 == 0 ? rng() % 100'000 : rng() % 150);
-    entries.push_back(end++, static_cast<float>(rng()) / 1e9f - 2);
-  }
-  const wire::Piece pieces[] = {{0, end / 3}, {end / 3, end / 3 + 7}, {end / 3 + 7, end}};
-  for (std::size_t v = 0; v < wire::kValuesNames.size(); ++v) {
-    const wire::Envelope envelope{.universe = end, .values = static_cast<wire::Values>(v)};
-    SparseVector want_entries = entries;
-    Bytes want;
-    wire::pack(envelope, pieces, wire::Vote::yes, want_entries, want);
-    for (const std::size_t count : kThreadCounts) {
-      Threads threads(count);
-      SparseVector sent = entries, read;
-      Bytes got;
-      wire::pack(envelope, pieces, wire::Vote::yes, sent, got, threads);
-      EXPECT_EQ(got, want) << wire::kValuesNames[v] << ", " << count << " threads";
-      EXPECT_EQ(sent.indices, want_entries.indices);
-      EXPECT_TRUE(same_bits(sent.values, want_entries.values));
-      wire::unpack(envelope, pieces, got, read);
-      EXPECT_EQ(read.indices, sent.indices);
-    }
   }
 }
 

@@ -71,7 +71,7 @@ void Courier::read_all(Read&& read) {
 
 void Courier::pack(wire::Pieces pieces, SparseVector& entries) {
   make_room(outbox_, outbox_.size() + wire::largest_message(entries.size(), pieces.size()));
-  hear(wire::pack(envelope_, pieces, vote_, entries, outbox_, *threads_));
+  hear(wire::pack(envelope_, pieces, vote_, entries, outbox_));
 }
 
 void Courier::send_to_each(std::span<const std::byte> bytes) {
@@ -314,7 +314,7 @@ void Courier::reduce_parts(std::span<float> values, std::span<float> settled) {
       const std::size_t before = outbox_.size();
       load(r, part_);
       list_lengths(r);
-      hear(wire::pack_stretch(envelope_, lengths_, vote_, part_, outbox_, *threads_));
+      hear(wire::pack_stretch(envelope_, lengths_, vote_, part_, outbox_));
       counts_.push_back(outbox_.size() - before);
       if (!settled.empty()) store(r, part_, settled);
     }
@@ -334,7 +334,7 @@ void Courier::reduce_parts(std::span<float> values, std::span<float> settled) {
     Stopwatch watch((*stats_)[Stage::pack]);
     std::ranges::copy(sum_, part_.begin());
     outbox_.clear();
-    hear(wire::pack_stretch(envelope_, lengths_, vote_, sum_, outbox_, *threads_));
+    hear(wire::pack_stretch(envelope_, lengths_, vote_, sum_, outbox_));
     store(rank(), sum_, values);
     // The owner rounds the sum for everyone, so the owner owes what that changed.
     if (!settled.empty()) {
