@@ -1,4 +1,4 @@
-// threads_bench: what more threads give for look, commit and pack, over 26 M entries. Every row is
+// threads_bench: what more threads give for look and commit, over 26 M entries. Every row is
 // measured with one thread, with one again (A/A), and with more, in turns; --threads 4 for others
 // than 2.
 
@@ -10,7 +10,6 @@
 #include <string_view>
 
 #include "bench/step.h"
-#include "topreduce/wire/message.h"
 
 namespace topreduce::bench {
 namespace {
@@ -46,16 +45,6 @@ void compare(const char* name, Threads& more, const std::function<void(Threads&)
   std::fflush(stdout);
 }
 
-void pack(const wire::Envelope& envelope, const SparseVector& entries, Threads& threads) {
-  static SparseVector sent;
-  static Bytes out;
-  const wire::Piece whole[] = {{0, envelope.universe}};
-  sent.assign(entries);  // packing rounds them
-  out.clear();
-  wire::pack(envelope, whole, wire::Vote::yes, sent, out, threads);
-  benchmark::DoNotOptimize(out.data());
-}
-
 void run(std::size_t count) {
   Threads more(count);
   Step step;
@@ -74,25 +63,6 @@ void run(std::size_t count) {
     step.use(threads);
     step.commit(delivery);
   });
-  struct Packing {
-    const char* name;
-    wire::Values values;
-    double density;
-  };
-  for (const auto& [name, values, density] : {Packing{"pack 1 %, bf16", wire::Values::bf16, 0.01},
-                                              {"pack 1 %, int4", wire::Values::int4, 0.01},
-                                              {"pack 10 %, bf16", wire::Values::bf16, 0.1},
-                                              {"pack 10 %, int4", wire::Values::int4, 0.1}}) {
-    const wire::Envelope envelope{.universe = kEntries, .values = values};
-    SparseVector entries;
-    std::mt19937 rng(1);
-    std::geometric_distribution<Index> gap(density);
-    std::normal_distribution<float> normal;
-    for (Index at = gap(rng); at < kEntries; at += gap(rng) + 1) {
-      entries.push_back(at, normal(rng));
-    }
-    compare(name, more, [&](Threads& threads) { pack(envelope, entries, threads); });
-  }
 }
 
 }  // namespace

@@ -1,10 +1,11 @@
-// wire_bench: what an index costs, what ok_topk sends, and how long packing takes relative to one
-// bare owed += gradient over a model of 26 M entries.
+// wire_bench: what an index costs, what an entry takes to pack, unpack and add, what ok_topk sends,
+// and how long packing takes relative to one bare owed += gradient over a model of 26 M entries.
 
 #include <algorithm>
-#include <chrono>
+#include <array>
 #include <cmath>
 #include <cstdio>
+#include <ctime>
 #include <limits>
 #include <numeric>
 #include <random>
@@ -14,6 +15,7 @@
 #include "topreduce/comm/thread.h"
 #include "topreduce/kernels/kernels.h"
 #include "topreduce/reducer.h"
+#include "topreduce/wire/gap_block.h"
 #include "topreduce/wire/message.h"
 #include "topreduce/wire/rice.h"
 
@@ -48,15 +50,25 @@ std::vector<Index> by_rows(std::size_t universe, double density) {
 
 // ---- indices -----------------------------------------------------------------------------------
 
+/// Nanoseconds of this thread's CPU time, which other processes disturb less.
+template <class Body>
+double timed(Body&& body) {
+  const auto now = [] {
+    timespec time;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return 1e9 * static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec);
+  };
+  const double start = now();
+  body();
+  return now() - start;
+}
+
 /// Nanoseconds per index, the best of several times.
 template <class Body>
 double nanoseconds(std::size_t count, Body&& body) {
   double best = std::numeric_limits<double>::infinity();
   for (int time = 0; time < 7; ++time) {
-    const auto start = std::chrono::steady_clock::now();
-    body();
-    const std::chrono::duration<double, std::nano> taken = std::chrono::steady_clock::now() - start;
-    best = std::min(best, taken.count() / static_cast<double>(count));
+    best = std::min(best, timed(body) / static_cast<double>(count));
   }
   return best;
 }
@@ -65,6 +77,25 @@ void print_code(const char* places, const char* code, double bits, double entrop
                 double read) {
   std::printf("%-16s %-13s %8.3f %8.3f %+8.3f %8.2f %8.2f\n", places, code, bits, entropy,
               bits - entropy, write, read);
+}
+
+/// Returns how many bytes it takes.
+std::size_t write_rice(std::span<const Index> indices, Bytes& bytes) {
+  wire::RiceWriter writer(bytes.data(), bytes.data() + bytes.size());
+  std::array<Index, wire::kBlockGaps> gaps;
+  std::size_t following = 0;
+  while (!indices.empty()) {
+    const std::size_t count = std::min(gaps.size(), indices.size());
+    gaps[0] = indices[0] - static_cast<Index>(following);
+    for (std::size_t i = 1; i < count; ++i) gaps[i] = indices[i] - indices[i - 1] - 1;
+    const std::size_t sum = indices[count - 1] + 1 - following - count;
+    writer.put(std::span(gaps).first(count), sum);
+    following = indices[count - 1] + std::size_t{1};
+    indices = indices.subspan(count);
+  }
+  std::byte* const end = writer.end();
+  std::byte* const all = std::copy(writer.back(), bytes.data() + bytes.size(), end);
+  return static_cast<std::size_t>(all - bytes.data());
 }
 
 void compare_codes(const char* places, const std::vector<Index>& indices) {
@@ -77,17 +108,8 @@ void compare_codes(const char* places, const std::vector<Index>& indices) {
   std::vector<Index> read(count);
 
   Bytes bytes(wire::most_rice_bytes(count));
-  std::vector<Index> gaps(count);
   std::size_t size = 0;
-  const double rice_write = nanoseconds(count, [&] {
-    Index following = 0;
-    for (std::size_t i = 0; i < count; ++i) {
-      gaps[i] = indices[i] - following;
-      following = indices[i] + 1;
-    }
-    std::byte* const end = wire::write_rice(gaps, Threads::none(), bytes.data());
-    size = static_cast<std::size_t>(end - bytes.data());
-  });
+  const double rice_write = nanoseconds(count, [&] { size = write_rice(indices, bytes); });
   const double rice_read =
       nanoseconds(count, [&] { wire::read_rice(std::span(bytes).first(size), kEntries, read); });
   print_code(places, "rice", per_index(8 * size), entropy, rice_write, rice_read);
@@ -112,6 +134,78 @@ void compare_all_codes() {
   compare_codes("uniform 10 %", uniform(kEntries, 0.1));
   compare_codes("uniform 50 %", uniform(kEntries, 0.5));
   compare_codes("by rows 1 %", by_rows(kEntries, 0.01));
+}
+
+// ---- nanoseconds per entry ---------------------------------------------------------------------
+
+/// Four ranks' messages about one model of 40 parameters, on one thread, headers and checksums
+/// included.
+class Journey {
+ public:
+  Journey(double density, wire::Values values) : envelope_{.universe = kPlaces, .values = values} {
+    for (std::size_t p = 0; p < kPieces; ++p) {
+      pieces_.push_back({static_cast<Index>(p * kPlaces / kPieces),
+                         static_cast<Index>((p + 1) * kPlaces / kPieces)});
+    }
+    for (std::size_t r = 0; r < kRanks; ++r) {
+      std::mt19937_64 rng(r);
+      std::geometric_distribution<std::uint64_t> gap(density);
+      std::normal_distribution<float> normal;
+      for (std::uint64_t at = gap(rng); at < kPlaces; at += gap(rng) + 1) {
+        entries_[r].push_back(static_cast<Index>(at), normal(rng));
+      }
+    }
+  }
+
+  void measure(const char* density, std::string_view name) {
+    double best[4] = {1e9, 1e9, 1e9, 1e9};
+    for (int time = 0; time < 15; ++time) {
+      double taken[3] = {};
+      for (std::size_t r = 0; r < kRanks; ++r) {
+        sent_.assign(entries_[r]);  // packing rounds them
+        out_.clear();
+        make_room(out_, wire::largest_message(sent_.size(), kPieces));
+        taken[0] += timed([&] { wire::pack(envelope_, pieces_, wire::Vote::yes, sent_, out_); });
+        taken[1] += timed([&] { wire::unpack(envelope_, pieces_, out_, parts_[r]); });
+      }
+      taken[2] += timed([&] { adder_.add(parts_, kPlaces, sum_); });
+      std::size_t count = 0;
+      for (const SparseVector& part : parts_) count += part.size();
+      for (std::size_t i = 0; i < 3; ++i) {
+        taken[i] /= static_cast<double>(count);
+        best[i] = std::min(best[i], taken[i]);
+      }
+      best[3] = std::min(best[3], taken[1] + taken[2]);
+    }
+    std::printf("%-8s %-8s %8.2f %8.2f %8.2f %12.2f %10.3f\n", density, std::string(name).c_str(),
+                best[0], best[1], best[2], best[3],
+                8.0 * static_cast<double>(out_.size()) / static_cast<double>(sent_.size()));
+  }
+
+ private:
+  static constexpr std::size_t kPlaces = 10'000'000, kPieces = 40, kRanks = 4;
+
+  wire::Envelope envelope_;
+  std::vector<wire::Piece> pieces_;
+  std::array<SparseVector, kRanks> entries_, parts_;
+  SparseVector sent_, sum_;
+  Bytes out_;
+  Adder adder_;
+};
+
+void time_entries() {
+  std::printf(
+      "\nnanoseconds per entry, one thread, 10 M places in 40 pieces, best of 15 times; add is "
+      "that\n"
+      "of four parts, by entry of a part\n\n");
+  std::printf("%-8s %-8s %8s %8s %8s %12s %10s\n", "density", "values", "pack", "unpack", "add",
+              "unpack + add", "bits");
+  for (const auto& [text, density] :
+       {std::pair("0.1 %", 0.001), std::pair("1 %", 0.01), std::pair("10 %", 0.1)}) {
+    for (const wire::Values values : {wire::Values::int4, wire::Values::bf16, wire::Values::fp32}) {
+      Journey(density, values).measure(text, wire::kValuesNames[static_cast<std::size_t>(values)]);
+    }
+  }
 }
 
 // ---- what ok_topk sends ------------------------------------------------------------------------
@@ -249,6 +343,7 @@ void add_rows(Model& model) {
 
 int main(int argc, char** argv) {
   topreduce::compare_all_codes();
+  topreduce::time_entries();
   topreduce::count_ok_topk();
   std::printf("\n");
   topreduce::Model model;

@@ -14,7 +14,8 @@ namespace topreduce::wire {
 namespace {
 
 constexpr Index kUniverse = 2000;
-// Listed, full and filled pieces; room between them; one that is empty.
+// Listed, full and filled pieces; room between them; one that is empty. More indices than fill two
+// blocks.
 constexpr Piece kPieces[] = {{0, 900}, {900, 903}, {910, 1010}, {1010, 1010}, {1200, 2000}};
 
 /// Numbers from a generator that fits into a line, with whole steps and powers of two.
@@ -37,7 +38,7 @@ SparseVector golden_entries() {
   for (const Piece& piece : kPieces) {
     const bool crowded = piece.end - piece.begin <= 100;
     for (Index i = piece.begin; i < piece.end; ++i) {
-      const bool chosen = crowded ? i % 50 != 7 : numbers.next() % 11 == 0;
+      const bool chosen = crowded ? i % 50 != 7 : numbers.next() % 3 == 0;
       if (chosen) entries.push_back(i, numbers.value());
     }
   }

@@ -316,5 +316,38 @@ TEST(Targets, UnknownNamesAreRefused) {
   EXPECT_THROW(use_target("abacus"), std::invalid_argument);
 }
 
+TEST(Kernels, SumsAreTakenAsByTheScalarReference) {
+  std::mt19937 rng(6);
+  for (const char* target : targets()) {
+    SCOPED_TRACE(target);
+    use_target(target);
+    for (const std::size_t n : sizes()) {
+      for (const unsigned one_in : {1u, 2u, 5u, 100u, 3000u}) {
+        std::vector<std::uint8_t> flags(n), same_flags;
+        std::vector<float> sums(n, kNothing), same_sums;
+        for (std::size_t i = 0; i < n; ++i) {
+          if (rng() % one_in != 0) continue;
+          flags[i] = 1;
+          sums[i] = static_cast<float>(rng()) - 0x1p31f;
+        }
+        same_flags = flags;
+        same_sums = sums;
+        std::vector<Index> indices(n + kTakeSlack), same_indices(n);
+        std::vector<float> values(n + kTakeSlack), same_values(n);
+        const std::size_t count = scalar::take_sums(same_flags, same_sums.data(), 5,
+                                                    same_indices.data(), same_values.data());
+        ASSERT_EQ(take_sums(flags, sums.data(), 5, indices.data(), values.data()), count);
+        ASSERT_EQ(flags, same_flags);
+        expect_same(sums, same_sums);
+        ASSERT_TRUE(std::equal(same_indices.begin(),
+                               same_indices.begin() + static_cast<std::ptrdiff_t>(count),
+                               indices.begin()));
+        expect_same(std::span(values).first(count), std::span(same_values).first(count));
+      }
+    }
+  }
+  use_target("");
+}
+
 }  // namespace
 }  // namespace topreduce::kernels

@@ -3,16 +3,12 @@
 
 #include "topreduce/threads.h"
 
-#include <array>
 #include <cstdlib>
-#include <map>
 #include <stdexcept>
 #include <sys/resource.h>
 #include <utility>
 
 #include "cluster.h"
-#include "topreduce/comm/decorator.h"
-#include "topreduce/wire/message.h"
 
 namespace topreduce::laws {
 namespace {
@@ -99,37 +95,11 @@ TEST(Stretches, CoverEverythingInOrder) {
 
 // ---- the law -----------------------------------------------------------------------------------
 
-/// What two ranks sent in a step. How it is cut into frames depends on what comes when.
-struct Sent {
-  using Messages = std::map<std::array<std::uint32_t, 3>, std::vector<std::byte>>;
-  std::array<Messages, 2> by_rank;  ///< by exchange, round and receiver
-
-  class Keeping final : public comm::Decorator {
-   public:
-    Keeping(Communicator& inner, Messages& messages) : Decorator(inner), messages_(messages) {}
-    void post(int peer, const comm::Tag& tag, std::span<const std::byte> head,
-              std::span<const std::byte> bytes) override {
-      Decorator::post(peer, tag, head, bytes);
-      auto& message = messages_[{tag.exchange, tag.round, static_cast<std::uint32_t>(peer)}];
-      message.assign(head.begin(), head.end());
-      message.insert(message.end(), bytes.begin(), bytes.end());
-    }
-
-   private:
-    Messages& messages_;
-  };
-
-  Wrap wrap() {
-    return [this](Communicator& comm) {
-      return std::make_unique<Keeping>(comm, by_rank[static_cast<std::size_t>(comm.rank())]);
-    };
-  }
-};
-
 void expect_same(const Outcome& got, const Outcome& want) {
   EXPECT_TRUE(same_bits(got.gradient, want.gradient));
   EXPECT_TRUE(same_bits(got.owed, want.owed));
   EXPECT_EQ(got.state, want.state);
+  EXPECT_EQ(got.traffic.bytes_sent, want.traffic.bytes_sent);
   EXPECT_EQ(got.stats.kept_energy, want.stats.kept_energy);
   EXPECT_EQ(got.stats.owed_norm, want.stats.owed_norm);
 }
@@ -148,16 +118,13 @@ void expect_no_difference(const Layout& layout, const std::string& row, int step
   for (int s = 0; s < steps; ++s) {
     const auto gradients =
         gradients_of(2, s, [&](int rank, int step) { return heavy_tailed(rank, step, layout); });
-    Sent all_by_one;
-    const auto want = one.step(gradients, three_buckets(layout), 1, all_by_one.wrap());
+    const auto want = one.step(gradients, three_buckets(layout));
     for (Cluster& cluster : many) {
-      Sent all;
-      const auto got = cluster.step(gradients, three_buckets(layout), 1, all.wrap());
+      const auto got = cluster.step(gradients, three_buckets(layout));
       for (std::size_t r = 0; r < 2; ++r) {
         SCOPED_TRACE(to_string(cluster[static_cast<int>(r)].spec()) + ", step " +
                      std::to_string(s));
         expect_same(got[r], want[r]);
-        EXPECT_TRUE(all.by_rank[r] == all_by_one.by_rank[r]) << "other messages";
       }
     }
   }
@@ -180,35 +147,6 @@ TEST(ThreadLaw, HoldsWhereCandidatesAreDropped) {
   for (const char* row : {"topk:density=0.01", "ok_topk:density=0.01,granularity=model",
                           "gaussiank:density=0.01,granularity=model"}) {
     expect_no_difference(layout, row, 2);
-  }
-}
-
-TEST(ThreadLaw, MessagesAreTheSameBytes) {
-  const SmallGrain grain(4096);
-  SparseVector entries;
-  auto rng = rng_of(0, 0);
-  Index end = 0;
-  for (std::size_t i = 0; i < 20'000; ++i) {
-    end += static_cast<Index>(i % 1000 == 0 ? rng() % 100'000 : rng() % 150);
-    entries.push_back(end++, static_cast<float>(rng()) / 1e9f - 2);
-  }
-  const wire::Piece pieces[] = {{0, end / 3}, {end / 3, end / 3 + 7}, {end / 3 + 7, end}};
-  for (std::size_t v = 0; v < wire::kValuesNames.size(); ++v) {
-    const wire::Envelope envelope{.universe = end, .values = static_cast<wire::Values>(v)};
-    SparseVector want_entries = entries;
-    Bytes want;
-    wire::pack(envelope, pieces, wire::Vote::yes, want_entries, want);
-    for (const std::size_t count : kThreadCounts) {
-      Threads threads(count);
-      SparseVector sent = entries, read;
-      Bytes got;
-      wire::pack(envelope, pieces, wire::Vote::yes, sent, got, threads);
-      EXPECT_EQ(got, want) << wire::kValuesNames[v] << ", " << count << " threads";
-      EXPECT_EQ(sent.indices, want_entries.indices);
-      EXPECT_TRUE(same_bits(sent.values, want_entries.values));
-      wire::unpack(envelope, pieces, got, read);
-      EXPECT_EQ(read.indices, sent.indices);
-    }
   }
 }
 

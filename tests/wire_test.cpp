@@ -563,7 +563,7 @@ TEST(WireHeader, HasThisLayout) {
                           .loss_scale = 1024};
   pack(envelope, Whole(envelope), Vote::yes, entries, message);
   const std::uint8_t expected[] = {'T',  'P',  'R',  '1',   // magic
-                                   3,    1,    1,    1,     // version, kind, values, vote
+                                   4,    1,    1,    1,     // version, kind, values, vote
                                    0xa4, 0xa3, 0xa2, 0xa1,  // run
                                    0xc4, 0xc3, 0xc2, 0xc1,  // bucket
                                    0xb8, 0xb7, 0xb6, 0xb5, 0xb4, 0xb3, 0xb2, 0xb1,  // step
@@ -571,8 +571,8 @@ TEST(WireHeader, HasThisLayout) {
                                    2,    0,    0,    0,                             // count
                                    8,    0,    0,    0,    0,    0,    0,    0,     // payload
                                    0,    0,    0x80, 0x44};                         // loss scale
-  // No piece is whole; k = 6 in 5 bits, 1 and 3, four zeros, 1 and 40; two values.
-  const std::uint8_t payload[] = {0, 0xe6, 0x00, 0x51, 0x80, 0x3f, 0x00, 0xc0};
+  // No piece is whole; k = 6 in 5 bits, 1, four zeros, 1, 3 and 40 in 6 bits each; two values.
+  const std::uint8_t payload[] = {0, 0x26, 0x1c, 0x50, 0x80, 0x3f, 0x00, 0xc0};
   const auto bytes = std::span<const std::byte>(message);
   EXPECT_TRUE(same_bits(bytes.first(44), expected));
   EXPECT_TRUE(same_bits(bytes.subspan(kHeader), payload));
@@ -668,11 +668,11 @@ TEST(WireRefusal, IndicesStayInTheUniverse) {
   EXPECT_NE(refusal(ten, forged(ten, 2, {0, 0b0010'0000, 0b10000000})), "");  // 0 and 9 more
   EXPECT_EQ(refusal(ten, forged(ten, 1, {0, 0b0000'0000, 0b1000000})), "");   // 9
   EXPECT_EQ(refusal(ten, forged(ten, 1, {0, 0b0000'0000, 0b10000000})),       // 10
-            "message: index 10 before number 1, expected less than 10");
+            "message: index 10, expected less than 10");
   // 2^32 and more must not wrap round to a small index. k = 31.
   const auto largest = envelope_of(kLargestUniverse, Values::fp16);
   EXPECT_EQ(refusal(largest, forged(largest, 1, {0, 0xdf, 0xff, 0xff, 0xff, 0x3f})),
-            "message: index 4294967295 before number 1, expected less than 4294967295");
+            "message: index 4294967295, expected less than 4294967295");
   EXPECT_EQ(refusal(largest, forged(largest, 1, {0, 0x5f, 0xff, 0xff, 0xff, 0x7f})), "");
   EXPECT_NE(refusal(largest, forged(largest, 1, {0, 0x1f, 0x02, 0, 0, 0, 0})), "");
   // Nothing but zeros, to the end of the message.

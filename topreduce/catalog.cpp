@@ -51,7 +51,7 @@ Setting text(std::string_view name, std::string_view fallback, std::string_view 
   return {name, Setting::Kind::text, fallback, 0, 0, false, {}, meaning};
 }
 
-// The encodings of wire/message.h.
+// The formats of wire/formats.def.
 std::string_view values_words() {
   static const std::string words = [] {
     std::string all = "auto";

@@ -1,12 +1,13 @@
 #include "topreduce/sparse_vector.h"
 
 #include <algorithm>
-#include <bit>
+
+#include "topreduce/kernels/kernels.h"
 
 namespace topreduce {
 namespace {
 
-constexpr std::size_t kBlock = 1 << 15;  // 128 kB of floats: stays in the second-level cache
+constexpr std::size_t kBlock = 1 << 13;  // 40 kB with its flags
 
 }  // namespace
 
@@ -16,32 +17,43 @@ void Adder::add(std::span<const SparseVector> parts, Index universe, SparseVecto
   most = std::min<std::size_t>(most, universe);
   sum.resize(most);
 
-  block_.resize(kBlock);
-  touched_.assign(kBlock / 64, 0);
+  block_.assign(std::min<std::size_t>(universe, kBlock), kernels::kNothing);
+  touched_.assign(block_.size(), 0);
+  float* const block = block_.data();
+  std::uint8_t* const touched = touched_.data();
   next_.assign(parts.size(), 0);
   std::size_t count = 0;
   for (std::size_t start = 0; start < universe && most > 0; start += kBlock) {
-    const std::size_t end = std::min<std::size_t>(universe, start + kBlock);
+    const std::size_t size = std::min<std::size_t>(universe - start, kBlock);
+    std::size_t here = 0;
     for (std::size_t p = 0; p < parts.size(); ++p) {
-      const SparseVector& part = parts[p];
-      std::size_t& i = next_[p];
-      for (; i < part.size() && part.indices[i] < end; ++i) {
-        const std::size_t at = part.indices[i] - start;
-        std::uint64_t& word = touched_[at / 64];
-        const std::uint64_t bit = std::uint64_t{1} << (at % 64);
-        block_[at] = (word & bit) != 0 ? block_[at] + part.values[i] : part.values[i];
-        word |= bit;
+      const Index* const indices = parts[p].indices.data();
+      const float* const values = parts[p].values.data();
+      const std::size_t part_size = parts[p].size();
+      std::size_t i = next_[p];
+      for (; i < part_size; ++i) {
+        const std::size_t at = indices[i] - start;
+        if (at >= size) break;
+        block[at] += values[i];
+        touched[at] = 1;
       }
+      here += i - next_[p];
+      next_[p] = i;
     }
-    for (std::size_t w = 0; w * 64 < end - start; ++w) {
-      for (std::uint64_t word = touched_[w]; word != 0; word &= word - 1) {
-        const std::size_t at = w * 64 + static_cast<std::size_t>(std::countr_zero(word));
-        sum.indices[count] = static_cast<Index>(start + at);
-        sum.values[count] = block_[at];
-        ++count;
-      }
-      touched_[w] = 0;
+    if (here == 0) continue;
+    // The kernel may write a little further than it says: not where the sum ends.
+    const bool ends = count + here + kernels::kTakeSlack > most;
+    SparseVector& out = ends ? end_ : sum;
+    if (ends) end_.resize(size + kernels::kTakeSlack);
+    const std::size_t at = ends ? 0 : count;
+    const std::size_t found =
+        kernels::take_sums(std::span(touched, size), block, static_cast<Index>(start),
+                           out.indices.data() + at, out.values.data() + at);
+    if (ends) {
+      std::copy_n(end_.indices.data(), found, sum.indices.data() + count);
+      std::copy_n(end_.values.data(), found, sum.values.data() + count);
     }
+    count += found;
   }
   sum.resize(count);
 }

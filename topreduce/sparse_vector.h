@@ -48,9 +48,10 @@ class Adder {
   void add(std::span<const SparseVector> parts, Index universe, SparseVector& sum);
 
  private:
-  Buffer<float> block_;            // one cache-sized stretch of the universe, dense
-  Buffer<std::uint64_t> touched_;  // which of its entries some part holds
-  Buffer<std::size_t> next_;       // per part: first entry not yet added
+  Buffer<float> block_;           // one cache-sized stretch of the universe, dense
+  Buffer<std::uint8_t> touched_;  // which of its entries some part holds
+  Buffer<std::size_t> next_;      // per part: first entry not yet added
+  SparseVector end_;              // of the sum, before it goes there
 };
 
 }  // namespace topreduce

@@ -7,7 +7,6 @@
 #include <functional>
 #include <vector>
 
-#include "topreduce/wire/blocks.h"
 #include "topreduce/wire/header.h"
 #include "topreduce/wire/message.h"
 

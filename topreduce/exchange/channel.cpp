@@ -4,11 +4,18 @@
 #include <array>
 #include <string>
 
+#include "topreduce/wire/little_endian.h"
 #include "topreduce/wire/payload.h"
 
 namespace topreduce::exchange {
 
 using comm::at;
+
+namespace {
+
+constexpr std::size_t kCountBytes = sizeof(std::uint32_t);
+
+}  // namespace
 
 void Channel::open(Communicator& comm, const Subject& subject, const Pending& pending,
                    StepStats& stats, Workspace& workspace) {
@@ -108,12 +115,22 @@ void Channel::reduce_natively(Buffer<float>& scratch, std::span<float> values) {
 
 void Channel::encode(wire::Pieces pieces, const SparseVector& entries, SparseVector& rounded,
                      Bytes& out) {
-  finite_ = wire::encode_entries(values_, pieces, entries, out, rounded) && finite_;
+  // The number of values, 32 bits, then the values.
+  const std::size_t start = out.size();
+  make_room(out, start + kCountBytes + wire::largest_payload(entries.size(), pieces.size()));
+  out.resize(start + kCountBytes);
+  const wire::Encoded encoded = wire::encode_entries(values_, pieces, entries, out, rounded);
+  wire::store(out.data() + start, static_cast<std::uint32_t>(encoded.count));
+  finite_ = finite_ && encoded.finite;
 }
 
 void Channel::decode(wire::Pieces pieces, std::span<const std::byte> payload,
                      SparseVector& entries) const {
-  wire::decode_entries(values_, pieces, payload, entries);
+  if (payload.size() < kCountBytes) {
+    throw WireError("message: " + std::to_string(payload.size()) + " bytes are no entries");
+  }
+  const auto count = wire::load<std::uint32_t>(payload.data());
+  wire::decode_entries(values_, pieces, count, payload.subspan(kCountBytes), entries);
 }
 
 void Channel::decode_from(int from, wire::Pieces pieces, std::span<const std::byte> payload,

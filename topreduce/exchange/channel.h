@@ -11,7 +11,7 @@
 #include "topreduce/pending.h"
 #include "topreduce/pool.h"
 #include "topreduce/stats.h"
-#include "topreduce/wire/message.h"
+#include "topreduce/wire/payload.h"
 #include "topreduce/wire/seal.h"
 
 namespace topreduce::exchange {

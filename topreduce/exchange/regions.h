@@ -7,7 +7,7 @@
 #include "topreduce/pending.h"
 #include "topreduce/sparse_vector.h"
 #include "topreduce/state.h"
-#include "topreduce/wire/message.h"
+#include "topreduce/wire/payload.h"
 
 namespace topreduce::exchange {
 

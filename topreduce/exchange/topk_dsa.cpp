@@ -3,7 +3,7 @@
 //   regions   rank 0 | rank 1 | rank 2          of equal width
 //
 //   split     everyone's entries to the owner of their region, who adds them in rank order
-//   gather    the sums to everyone; regions that fill up travel whole (wire/message.h)
+//   gather    the sums to everyone; regions that fill up travel whole (wire/payload.h)
 //
 // Rounds: 2. Entries sent per rank: k (P-1)/P to split; to gather, from k (P-1)/P if all chose the
 // same places up to k (P-1) if no two did, but never more bytes than the whole of its region.

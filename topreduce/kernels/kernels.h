@@ -96,6 +96,15 @@ void absorb(std::span<float> base, std::span<float> gradient, float scale);
 /// sum[i] += part[i].
 void add(std::span<float> sum, std::span<const float> part);
 
+/// Writes the place (counted from `first`) and the sum of every place whose flag is not 0, in
+/// order, and returns how many; those flags become 0, and their sums kNothing. `indices` and
+/// `values` must have room for kTakeSlack more than there are; what lies behind the returned count
+/// is undefined.
+std::size_t take_sums(std::span<std::uint8_t> flags, float* sums, Index first, Index* indices,
+                      float* values);
+inline constexpr std::size_t kTakeSlack = 16;
+inline constexpr float kNothing = -0.0f;  ///< plus x is x, to the bit
+
 /// The k-th largest magnitude of `values` (1 <= k <= size, all finite): exact, by histograms of the
 /// magnitudes' bits.
 float kth_magnitude(std::span<const float> values, std::size_t k);
@@ -117,6 +126,8 @@ void evaluate(const Terms& terms, std::span<float> out);
 void project(const Terms& terms, const float* directions, std::size_t stride, std::span<float> out);
 void absorb(std::span<float> base, std::span<float> gradient, float scale);
 void add(std::span<float> sum, std::span<const float> part);
+std::size_t take_sums(std::span<std::uint8_t> flags, float* sums, Index first, Index* indices,
+                      float* values);
 float kth_magnitude(std::span<const float> values, std::size_t k);
 }  // namespace scalar
 

@@ -12,7 +12,7 @@ namespace topreduce::wire {
 namespace {
 
 constexpr std::uint32_t kMagic = 0x31525054;  // "TPR1"
-constexpr std::uint8_t kVersion = 3;
+constexpr std::uint8_t kVersion = 4;
 
 enum Place : std::size_t {
   kAtMagic = 0,

@@ -1,30 +1,11 @@
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <span>
-#include <string_view>
 
-#include "topreduce/errors.h"
-#include "topreduce/sparse_vector.h"
-#include "topreduce/threads.h"
+#include "topreduce/wire/payload.h"
 
 namespace topreduce::wire {
-
-/// How a value travels. `pack` rounds to it, so that what a rank settles is what its peers read.
-enum class Values : std::uint8_t { fp32, bf16, fp16, int8, int4, int2, sign };
-inline constexpr std::array<std::string_view, 7> kValuesNames = {"fp32", "bf16", "fp16", "int8",
-                                                                 "int4", "int2", "sign"};
-
-/// Values that share a scale, in this encoding; 1 if each stands for itself.
-std::size_t values_per_scale(Values encoding);
-/// The encoding for values that no parameter places or nobody remembers the rounding of: 16 bits at
-/// least, each value for itself.
-Values without_scales(Values encoding);
-/// Bits that a value takes in a long message.
-double bits_per_value(Values encoding);
-/// Bits that an index takes in a long message, if a share `density` of all places is sent.
-double bits_per_index(double density);
 
 /// What every message of one exchange says of itself, checked on receipt.
 struct Envelope {
@@ -44,25 +25,16 @@ struct Envelope {
 /// says yes but wants all ranks to hear it out before they commit, makes it ask.
 enum class Vote : std::uint8_t { no = 0, yes = 1, ask = 2 };
 
-/// Where the entries of a message may lie: pieces of the exchange, ascending, known to both sides.
-/// A piece lies within one parameter, and nothing that decides how its values are rounded reaches
-/// over its bounds: so results do not depend on how parameters are put together into buckets.
-struct Piece {
-  Index begin, end;
-};
-using Pieces = std::span<const Piece>;
-
 /// Appends one message with `entries`, which must lie in `pieces`, to `out`. Afterwards they are
 /// what receivers read: values are rounded, and in a piece that travels whole because that is
 /// smaller, zeros are left out. Returns the vote it carries: `vote`, or no if a value is not finite
-/// and the encoding cannot say so. `threads` share the work; the bytes do not depend on them.
-Vote pack(const Envelope& envelope, Pieces pieces, Vote vote, SparseVector& entries, Bytes& out,
-          Threads& threads = Threads::none());
+/// and the format cannot say so.
+Vote pack(const Envelope& envelope, Pieces pieces, Vote vote, SparseVector& entries, Bytes& out);
 
 /// The same for values at places that both sides know, lengths[i] of them in piece i; no index
 /// travels, and every value arrives.
 Vote pack_stretch(const Envelope& envelope, std::span<const std::size_t> lengths, Vote vote,
-                  std::span<float> values, Bytes& out, Threads& threads = Threads::none());
+                  std::span<float> values, Bytes& out);
 
 /// Reads a message of `pack`; returns the sender's vote. Any bytes at all give entries that lie in
 /// `pieces` and ascend, or a WireError that says what is wrong; nothing larger than the universe

@@ -1,8 +1,55 @@
 #pragma once
-#include "topreduce/wire/message.h"
+
+#include <cstddef>
+#include <span>
+
+#include "topreduce/errors.h"
+#include "topreduce/sparse_vector.h"
+#include "topreduce/wire/values.h"
+
+// What a message is about, as bytes; who sent it and why stands in its header (message.h).
+
 namespace topreduce::wire {
-bool encode_entries(Values format, Pieces pieces, const SparseVector& entries, Bytes& out, SparseVector& rounded);
-void decode_entries(Values format, Pieces pieces, std::span<const std::byte> payload, SparseVector& entries);
-bool encode_values(Values format, std::span<const std::size_t> lengths, std::span<const float> values, Bytes& out, std::span<float> rounded);
-void decode_values(Values format, std::span<const std::size_t> lengths, std::span<const std::byte> payload, std::span<float> values);
-}
+
+/// Where the entries of a message may lie: pieces of the exchange, ascending, known to both sides.
+/// A piece lies within one parameter, and nothing that decides how its values are rounded reaches
+/// over its bounds: so results do not depend on how parameters are put together into buckets.
+struct Piece {
+  Index begin, end;
+};
+using Pieces = std::span<const Piece>;
+
+struct Encoded {
+  std::size_t count;  ///< of values, which the receiver must know
+  bool finite;        ///< false: a value is not, and the format cannot say so
+};
+
+/// Appends `entries`, which must lie in `pieces`, to `out`. `rounded` becomes what receivers read:
+/// values are rounded, and in a piece that travels whole because that is smaller, zeros are left
+/// out. It may be `entries` itself. Throws std::invalid_argument, and appends nothing, for entries
+/// elsewhere.
+Encoded encode_entries(Values format, Pieces pieces, const SparseVector& entries, Bytes& out,
+                       SparseVector& rounded);
+
+/// Reads a payload of `encode_entries`. Any bytes at all give entries that lie in `pieces` and
+/// ascend, or a WireError that says what is wrong; nothing is allocated beyond what the pieces and
+/// the length of the payload allow.
+void decode_entries(Values format, Pieces pieces, std::size_t count,
+                    std::span<const std::byte> payload, SparseVector& entries);
+
+/// Values at places that both sides know, lengths[i] of them in piece i: no index travels, and
+/// every value arrives. `rounded` may be `values` itself. False as in Encoded.
+bool encode_values(Values format, std::span<const std::size_t> lengths,
+                   std::span<const float> values, Bytes& out, std::span<float> rounded);
+
+/// Reads a payload of `encode_values` with the same lengths, exactly values.size() in all.
+void decode_values(Values format, std::span<const std::size_t> lengths,
+                   std::span<const std::byte> payload, std::span<float> values);
+
+/// The most bytes that `count` entries take.
+std::size_t largest_payload(std::size_t count, std::size_t pieces);
+
+/// Bits that an index takes in a long message, if a share `density` of all places is sent.
+double bits_per_index(double density);
+
+}  // namespace topreduce::wire

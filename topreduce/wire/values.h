@@ -1,24 +1,31 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
-#include <span>
-
-#include "topreduce/wire/message.h"
-
-// Values travel in runs: those of one piece. Blocks of 64 that share a scale start anew with every
-// run.
+#include <cstdint>
+#include <string_view>
 
 namespace topreduce::wire {
 
-/// Bytes that a run takes. Throws std::invalid_argument for an encoding that does not exist.
-std::size_t run_bytes(Values encoding, std::size_t count);
+/// How a value travels. Packing rounds to it, so that what a rank settles is what its peers read.
+enum class Values : std::uint8_t {
+#define FORMAT(name, ...) name,
+#include "topreduce/wire/formats.def"
+#undef FORMAT
+};
 
-/// Writes a run from `out` on, moves `out` behind it, and rounds the values to what `decode_run`
-/// reads. bf16 and fp16 round to nearest, ties to even; what is too large for them becomes their
-/// largest finite value, so that the difference can stay owed; infinity stays infinity, NaN stays
-/// NaN. Encodings with blocks have neither: such a block becomes zeros, and the answer is no.
-Vote encode_run(Values encoding, std::span<float> values, std::byte*& out);
+inline constexpr auto kValuesNames = std::to_array<std::string_view>({
+#define FORMAT(name, ...) #name,
+#include "topreduce/wire/formats.def"
+#undef FORMAT
+});
 
-void decode_run(Values encoding, const std::byte* in, std::span<float> values);
+/// Values that share a scale, in this format; 1 if each stands for itself.
+std::size_t values_per_scale(Values format);
+/// The format for values that no parameter places or nobody remembers the rounding of: 16 bits at
+/// least, each value for itself.
+Values without_scales(Values format);
+/// Bits that a value takes in a long message.
+double bits_per_value(Values format);
 
 }  // namespace topreduce::wire

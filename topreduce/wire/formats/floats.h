@@ -1,12 +1,16 @@
 #pragma once
 
 #include <bit>
+#include <cstddef>
 #include <cstdint>
+#include <span>
+
+#include "topreduce/wire/little_endian.h"
 
 // A codec rounds a float to a float that it can express, narrows that to its code, and widens the
 // code again. Nothing jumps, so that loops over them become vector code.
 
-namespace topreduce::wire {
+namespace topreduce::wire::formats {
 
 inline constexpr std::uint32_t kSign = 0x80000000;
 inline constexpr std::uint32_t kInfinity = 0x7f800000;  // magnitudes above are NaN
@@ -92,4 +96,22 @@ struct Fp16 {
   }
 };
 
-}  // namespace topreduce::wire
+template <class Codec>
+void encode_floats(std::span<const float> values, std::byte* out, float* rounded) {
+  using Code = typename Codec::Code;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const float value = Codec::round(values[i]);
+    store(out + i * sizeof(Code), Codec::narrow(value));
+    rounded[i] = value;
+  }
+}
+
+template <class Codec>
+void decode_floats(const std::byte* in, std::span<float> values) {
+  using Code = typename Codec::Code;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    values[i] = Codec::widen(load<Code>(in + i * sizeof(Code)));
+  }
+}
+
+}  // namespace topreduce::wire::formats
