@@ -105,7 +105,7 @@ void expect_as_scalar(const Format& format, const std::vector<float>& values) {
 
   // In place, and moved down a little.
   std::vector<float> moved(values.size() + 3);
-  for (const std::size_t by : {0, 3}) {
+  for (const std::size_t by : {0u, 3u}) {
     std::ranges::copy(values, moved.begin() + static_cast<std::ptrdiff_t>(by));
     format.encode(std::span(moved).subspan(by, values.size()), got.data(), moved.data());
     ASSERT_EQ(got, want);
