@@ -160,14 +160,22 @@ def fall_out_of_step(rank: Rank) -> None:
         with pytest.raises(CommError, match="gave up: WireError"):
             comm.all_gather(np.zeros(5, np.uint8))
     else:
-        with pytest.raises((WireError, CommError), match=r"rank 1 has gone on to step 10") as error:
+
+        def go_on() -> None:
             for _ in range(2):
                 comm.all_gather(np.zeros(5, np.uint8))
+
+        with pytest.raises((WireError, CommError), match=r"rank 1 has gone on to step 10") as error:
+            go_on()
         comm.close(f"{type(error.value).__name__}: {error.value}", drops_step=True)
 
 
 def test_ranks_at_different_places_are_told() -> None:
     group(3).run(fall_out_of_step)
+
+
+VERSION = 4
+HEAD = b"TP" + bytes([VERSION]) + b"\1" + b"\0" * 8 + b"\1\0\0\0"  # of a frame: attach()
 
 
 def send_rubbish(rank: Rank, rubbish: bytes, words: str) -> None:
@@ -187,8 +195,8 @@ def send_rubbish(rank: Rank, rubbish: bytes, words: str) -> None:
     [
         (b"", "a frame that is none of topreduce's"),
         (b"\xff" * 20, "a frame that is none of topreduce's"),
-        (b"\1\0\0\0TP\x63\1" + b"\0" * 8, "a frame of version 99, this is version 4"),
-        (b"\1\0\0\0TP\4\1" + b"\0" * 8 + b"\xff" * 30, "a message without a head"),
+        (b"TP\x63\1" + b"\0" * 8 + b"\1\0\0\0", "a frame of version 99, this is version"),
+        (HEAD + b"\xff" * 30, "a message without a head"),
     ],
 )
 def test_a_frame_that_cannot_be_trusted(rubbish: bytes, words: str) -> None:
@@ -199,8 +207,8 @@ def claim_too_much(rank: Rank) -> None:
     """A length is only a claim: it takes no memory."""
     comm = connect()
     if rank.rank == 1:
-        head = b"\1\0\0\0TP\4\1" + b"\0" * 8 + b"\1\1" + b"\xff" * 6 + b"\1" + b"and so on"
-        comm._send(0, process_group._FRAME, np.frombuffer(head, np.uint8))
+        frame = HEAD + b"\1\1" + b"\xff" * 6 + b"\1" + b"and so on"
+        comm._send(0, process_group._FRAME, np.frombuffer(frame, np.uint8))
         comm.close("that was all")
     else:
         with pytest.raises(CommError, match="that was all"):

@@ -107,10 +107,10 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame, Bytes* buffer) 
   const std::lock_guard lock(mutex_);
   Peer& from = peers_[at(peer)];
   if (from.lost) return;
-  bytes_received_ += frame.size();
   ++version_;
   changed_.notify_all();
   if (!frame.empty() && frame[0] == kShortHead && from.heard) {
+    book(from, frame.size());
     return read(peer, frame.subspan(1), buffer);
   }
   if (frame.size() < kFrameHead || load<std::uint16_t>(frame.data()) != kMagic) {
@@ -137,7 +137,28 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame, Bytes* buffer) 
     }
     from.places.back().differs |= flagged != kind;
   }
+  book(from, frame.size());
   read(peer, frame.subspan(kFrameHead), buffer);
+}
+
+// What comes early counts once this rank is there: who is ahead is chance.
+void Mailbox::book(Peer& from, std::size_t bytes) {
+  if (from.epoch <= epoch_) {
+    bytes_received_ += bytes;
+  } else {
+    from.places.back().bytes += bytes;
+    early_ = true;
+  }
+}
+
+void Mailbox::book_early() {
+  if (!std::exchange(early_, false)) return;
+  for (Peer& peer : peers_) {
+    for (Stay& stay : peer.places) {
+      if (stay.epoch <= epoch_) bytes_received_ += std::exchange(stay.bytes, 0);
+      early_ |= stay.bytes > 0;
+    }
+  }
 }
 
 void Mailbox::read(int peer, std::span<const std::byte> stream, Bytes* buffer) {
@@ -240,6 +261,7 @@ void Mailbox::enter(const Place& place) {
   const std::lock_guard lock(mutex_);
   before_ = std::exchange(place_, place);
   expects_all_ = false;
+  book_early();
   drop_before(epoch_);
   ++epoch_;
   expect_nothing();
@@ -247,6 +269,7 @@ void Mailbox::enter(const Place& place) {
 
 void Mailbox::stay() {
   const std::lock_guard lock(mutex_);
+  book_early();
   drop_before(epoch_);
 }
 
@@ -278,10 +301,13 @@ void Mailbox::expect_nothing() {
 
 void Mailbox::expect(const Tag& tag, int peer) {
   const std::lock_guard lock(mutex_);
+  book_early();
   Message& message = find_or_make(epoch_, tag).messages[at(peer)];
   if (message.here || message.expected) return;
   message.expected = true;
-  ++peers_[at(peer)].expected;
+  Peer& from = peers_[at(peer)];
+  ++from.expected;
+  if (from.lost || from.epoch > epoch_) ++version_;  // nothing will come: whoever waits must look
 }
 
 std::size_t Mailbox::arrived(const Tag& tag) const {

@@ -133,7 +133,8 @@ class TOPREDUCE_API Mailbox {
   struct Stay {
     std::uint32_t epoch = 0;
     Place place;
-    bool differs = false;  // it knows of a rank that is elsewhere
+    bool differs = false;   // it knows of a rank that is elsewhere
+    std::size_t bytes = 0;  // that came before this rank was there
   };
   struct Peer {
     bool heard = false;        // of anything yet
@@ -157,6 +158,8 @@ class TOPREDUCE_API Mailbox {
   void accept(int peer, std::span<const std::byte> frame, Bytes* buffer);
   void read(int peer, std::span<const std::byte> stream, Bytes* buffer);
   void finish_message(int peer);
+  void book(Peer& from, std::size_t bytes);
+  void book_early();
   void drop(Slot& slot);
   void drop_before(std::uint32_t epoch);
   void expect_nothing();
@@ -174,6 +177,7 @@ class TOPREDUCE_API Mailbox {
   Place place_, before_;
   std::uint64_t version_ = 0;
   std::uint64_t bytes_received_ = 0;
+  bool early_ = false;       // some are in `places`
   std::size_t longest_ = 0;  // message since the last `trim`
   bool expects_all_ = false;
   std::string title_;

@@ -95,7 +95,9 @@ class Steps:
 
     def fail(self, error: Exception) -> Exception:
         """No further step is possible: releases peers that wait for us; returns what to raise."""
-        self._comm.close(f"{type(error).__name__}: {error}", drops_step=True)
+        # What is wrong with the call, the others find out by themselves or while they wait.
+        drops_step = not isinstance(error, ValueError)
+        self._comm.close(f"{type(error).__name__}: {error}", drops_step)
         if isinstance(error, (CommError, WireError)):
             error = type(error)(f"{error}. Nothing more is exchanged until detach().")
         self.broken = error.with_traceback(None)
