@@ -78,11 +78,11 @@ def test_uneven_and_empty_parts(ranks: int) -> None:
 
 def send_in_small_frames(rank: Rank) -> None:
     """As with hundreds of ranks; heads of messages are cut by frames too."""
-    process_group._ALL_PLACES = 1
+    before, process_group._ALL_PLACES = process_group._ALL_PLACES, 1
     try:
         comm = connect()
     finally:
-        process_group._ALL_PLACES = 1 << 22
+        process_group._ALL_PLACES = before
     for length in (1_000_000, 16_384 - 64, *range(16_384 - 60, 16_384)):
         received, _ = comm.all_gather(message(rank.rank, 0, length))
         expected = [message(sender, 0, length) for sender in range(rank.ranks)]
@@ -124,9 +124,7 @@ def send_much_then_little(rank: Rank) -> None:
     for _ in range(2):
         comm.all_gather(np.zeros(5_000, np.uint8))
         comm.trim()
-    # The allocator keeps some of it, of the frames.
-    assert full - held() > 60_000_000
-    assert held() - before < 130_000_000
+    assert full - held() > 60_000_000, (before, full, held())  # the allocator keeps the frames
     assert sum(len(line.sends) for line in comm._lines.values()) < 10
 
 
@@ -364,7 +362,7 @@ def test_a_wait_can_be_ended() -> None:
 # ---- the end of a process -----------------------------------------------------------------------
 
 PROGRAM = """
-import os, sys, threading, time
+import contextlib, os, sys, threading, time
 import numpy as np, torch
 import torch.distributed as dist
 from datetime import timedelta
@@ -382,18 +380,19 @@ for _ in range(2):
 if how == "detach":
     sync.detach()
     assert [t.name for t in threading.enumerate()] == ["MainThread"], threading.enumerate()
-if how == "in a step" and rank == 0:  # the other rank never comes
-    threading.Thread(target=lambda: ddp(torch.ones(2, 3)).sum().backward(), daemon=True).start()
+def wait():
+    with contextlib.suppress(topreduce.CommError):
+        sync._comm.barrier()
+if how == "while it waits" and rank == 0:  # the other rank never comes
+    sync._steps._tasks.put(wait)
     time.sleep(0.5)
-    print("done")
-    raise SystemExit
-if how == "in a step":
+elif how == "while it waits":
     time.sleep(6)
 print("done")
 """
 
 
-@pytest.mark.parametrize("how", ["detach", "at once", "in a step"])
+@pytest.mark.parametrize("how", ["detach", "at once", "while it waits"])
 def test_a_process_ends_in_peace(how: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port

@@ -76,11 +76,6 @@ bool read_varint(std::span<const std::byte>& bytes, std::uint64_t& number) {
   return read_number(bytes, number) == Head::whole;
 }
 
-void trim_to(Bytes& buffer, std::size_t used) {
-  constexpr std::size_t kSmall = 1 << 16;
-  if (buffer.capacity() > 2 * used + kSmall) Bytes().swap(buffer);
-}
-
 void write_frame_head(std::uint32_t epoch, const Place& place, Places known, std::byte* out) {
   const std::uint8_t flag = known == Places::differ ? kDiffer : 0;
   store(out, kMagic);
@@ -403,8 +398,11 @@ void Mailbox::trim() {
   const std::lock_guard lock(mutex_);
   for (const auto& slot : slots_) {
     if (slot->used) continue;
-    for (Message& message : slot->messages) trim_to(message.bytes, longest_);
+    for (Message& message : slot->messages) {
+      if (is_far_larger(message.bytes, longest_)) Bytes().swap(message.bytes);
+    }
   }
+  spares_.trim(longest_);
   longest_ = 0;
 }
 

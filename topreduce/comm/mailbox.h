@@ -184,9 +184,6 @@ class TOPREDUCE_API Mailbox {
   std::vector<int> names_;
 };
 
-/// Frees a buffer that is far larger than `used` bytes.
-void trim_to(Bytes& buffer, std::size_t used);
-
 /// A rank as a place in a vector.
 constexpr std::size_t at(int rank) {
   return static_cast<std::size_t>(rank);

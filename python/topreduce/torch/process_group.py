@@ -39,8 +39,9 @@ Bytes = NDArray[np.uint8]
 _HEAD = struct.Struct("<IIQ")
 # Kinds: bytes of the core; nothing; why a rank has given up a step; why it has left.
 _FRAME, _NOTE, _GAVE_UP, _LEFT = range(4)
-_PLACES = 4  # for frames of one peer
-_ALL_PLACES = 1 << 22  # bytes, about, over all peers
+_EVERYTHING, _NOBODY = 0, 1  # tags
+_PLACES = 8  # for frames of one peer
+_ALL_PLACES = 1 << 24  # bytes, about, over all peers
 _LEAST_FRAME, _LARGEST_FRAME = 1 << 14, 1 << 18
 _UNTOLD = 16  # frames that are taken until their sender is told, which else hears it by the way
 _LAST_WORD = timedelta(seconds=2)  # that bytes get to leave before a connection is closed
@@ -83,7 +84,7 @@ class GroupCommunicator(Communicator):
     """The ranks of `group`, on connections that nobody else uses. Making one is collective."""
 
     def __init__(self, group: dist.ProcessGroup | Circle, timeout: timedelta) -> None:
-        room = min(max(_ALL_PLACES // group.size(), _LEAST_FRAME), _LARGEST_FRAME)
+        room = min(max(_ALL_PLACES // _PLACES // group.size(), _LEAST_FRAME), _LARGEST_FRAME)
         super().__init__(group.rank(), group.size(), room - _HEAD.size - 1)
         self._names = list(group.ranks if isinstance(group, Circle) else range(self.size))
         self.title = (
@@ -100,6 +101,7 @@ class GroupCommunicator(Communicator):
         self._store = meet(group, self._names, timeout)
         self._waiting = RollCall(self._store, self.rank, self._names, timeout, "waited")
         self._lines: dict[int, _Line] = {}
+        self._nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
         self._gloo: Any = None
         if self.size > 1:
             self._connect(room)
@@ -174,7 +176,7 @@ class GroupCommunicator(Communicator):
         if seconds - self._asked > min(max(_SIGN_OF_LIFE, seconds / 10), 10 * _SIGN_OF_LIFE):
             self._asked = seconds
             for peer in self.awaited():
-                self._send(peer, _NOTE)  # Gloo knows whether the connection is still there
+                self._probe(peer)
 
     # ---- connections ----
 
@@ -193,7 +195,7 @@ class GroupCommunicator(Communicator):
                 self._promise(peer, place)
 
     def _promise(self, peer: int, place: torch.Tensor) -> None:
-        work, failure = attempt(lambda: self._gloo.recv([place], peer, 0))
+        work, failure = attempt(lambda: self._gloo.recv([place], peer, _EVERYTHING))
         if failure:
             return self._lose(peer, failure)
         self._lines[peer].places.append((place, work))
@@ -209,12 +211,19 @@ class GroupCommunicator(Communicator):
         _HEAD.pack_into(memory.data, 0, size, kind, line.taken)
         memory[_HEAD.size : size] = frame
         memory[size] = 1
-        work, failure = attempt(lambda: self._gloo.send([tensor], peer, 0))
+        work, failure = attempt(lambda: self._gloo.send([tensor], peer, _EVERYTHING))
         if failure:
             return self._lose(peer, failure)
         line.sends.append((tensor, work))
         line.sent += 1
         line.told = line.taken
+
+    def _probe(self, peer: int) -> None:
+        """Gloo knows whether the connection is still there; nobody ever takes this."""
+        if not self._lines[peer].gone:
+            _, failure = attempt(lambda: self._gloo.send([self._nothing], peer, _NOBODY))
+            if failure:
+                self._lose(peer, failure)
 
     def _others(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]
@@ -248,6 +257,7 @@ class GroupCommunicator(Communicator):
         """Nothing came in time: peers that wait fail at once, and say that they were here."""
         silent = self.awaited() or self._others()
         waited = f"{_TIMED_OUT} waiting {self._timeout // timedelta(milliseconds=1)}ms"
+        with_patience(self._waiting.answer)
         self._tell(_GAVE_UP, f"rank {self._names[self.rank]} gave up: CommError: {waited}")
         roll_call = self._roll_call()
         for peer in silent:
