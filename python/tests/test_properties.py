@@ -1,6 +1,6 @@
 """Laws over models, methods, ranks and cuts that nobody thought of."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 

@@ -157,8 +157,8 @@ class Steps:
             task()
         except Exception as error:
             self._reducer.abandon()
-            # A caller's mistake found before anything was sent leaves the peers in step; and so does
-            # what all ranks have found.
+            # A caller's mistake found before anything was sent leaves the peers in step, and so
+            # does what all ranks have found.
             in_step = self._comm.all_hear and (self._comm.in_step or not step.begun)
             usable = isinstance(error, ValueError) and in_step
             step.error = error if usable else self.fail(error)
