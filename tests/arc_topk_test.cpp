@@ -6,12 +6,14 @@
 #include <optional>
 
 #include "cluster.h"
+#include "topreduce/agreement.h"
 #include "topreduce/comm/decorator.h"
 #include "topreduce/comm/self.h"
+#include "topreduce/fingerprint.h"
 #include "topreduce/random.h"
-#include "topreduce/wire/checksum.h"
-#include "topreduce/wire/header.h"
-#include "topreduce/wire/little_endian.h"
+#include "topreduce/version.h"
+#include "topreduce/wire/payload.h"
+#include "topreduce/wire/seal.h"
 
 namespace topreduce::laws {
 namespace {
@@ -211,6 +213,14 @@ TEST_P(OnTheMean, ToRounding) {
 
 // ---- what is chosen, and what travels ----------------------------------------------------------
 
+Bytes payload_of(const Floats& values) {
+  Bytes bytes;
+  Floats rounded(values);
+  const std::size_t lengths[] = {values.size()};
+  wire::encode_values(wire::Values::fp32, lengths, values, bytes, rounded);
+  return bytes;
+}
+
 TEST(ArcTopK, SendsSketchesAndRowsAndNothingElse) {
   const Layout layout({{"conv", {9, 4, 3, 3}}, {"bias", {9}}, {"weight", {30, 17}}, {"scale", {}}});
   constexpr std::size_t kSketch = 3;
@@ -224,11 +234,16 @@ TEST(ArcTopK, SendsSketchesAndRowsAndNothingElse) {
     std::uint64_t sent = 0;
     for (const Outcome& outcome : outcomes) {
       EXPECT_EQ(outcome.stats.selected, rows + 9 + 1);
-      EXPECT_EQ(outcome.stats.rounds, 4);
+      EXPECT_EQ(outcome.stats.rounds, 4 + 1);  // and the vote
+      EXPECT_EQ(outcome.stats.messages, 2 * (4 + 1));
       sent += outcome.stats.bytes_sent;
     }
-    // 2 (P - 1) / P of the values by each of P ranks; a header to each peer in every round.
-    EXPECT_EQ(sent, 4 * 2 * 2 * values + 4 * 6 * wire::kHeaderBytes);
+    // 2 (P - 1) / P of the values by each of P ranks; to each peer in every round a seal, exchange,
+    // round and length, which may take two bytes; and a vote. Frames carry one or two messages.
+    const std::size_t head = wire::kSealBytes + 3 + payload_of({}).size(), vote = 20 + 6 + 7;
+    const std::size_t least = 4 * 2 * 2 * values + 6 * (4 * head + vote + 16);
+    EXPECT_GE(sent, least);
+    EXPECT_LE(sent, least + 6 * (4 + 4));
   }
 }
 
@@ -304,32 +319,47 @@ TEST(ArcTopK, RandomRowsLetNoneStarve) {
 // ---- disagreement ------------------------------------------------------------------------------
 
 /// Gives rank 1 other sketches than the rest: what rank 0 tells it of the summed sketches is
-/// changed, and sealed again. Sums are handed round in the second call; a new tag starts the next.
+/// changed, and sealed as if it were so.
 class Forging final : public comm::Decorator {
  public:
-  using Decorator::Decorator;
+  Forging(Communicator& inner, const wire::Identity& identity)
+      : Decorator(inner), identity_(identity) {}
 
   void post(int peer, const comm::Tag& tag, std::span<const std::byte> head,
             std::span<const std::byte> bytes) override {
-    if (std::exchange(last_, tag) != tag) ++calls_;
-    Bytes copy(bytes.begin(), bytes.end());
-    if (rank() == 0 && peer == 1 && calls_ == 2) forge(copy);
-    Decorator::post(peer, tag, head, copy);
+    constexpr std::uint32_t kSumsOfSketches = 1;
+    if (rank() != 0 || peer != 1 || tag.exchange != 0 || tag.round != kSumsOfSketches) {
+      return Decorator::post(peer, tag, head, bytes);
+    }
+    EXPECT_TRUE(std::ranges::equal(head, wire::seal(identity_, tag.round, bytes)));
+    const Bytes forged = values_like(bytes);
+    Decorator::post(peer, tag, wire::seal(identity_, tag.round, forged), forged);
   }
 
  private:
-  static void forge(std::span<std::byte> forged) {
-    const auto payload = forged.subspan(wire::kHeaderBytes);
-    for (std::size_t i = 0; i < payload.size(); i += sizeof(float)) {
-      wire::store(payload.data() + i, std::bit_cast<std::uint32_t>(1e6f));
-    }
-    const std::size_t covered = wire::kHeaderBytes - sizeof(std::uint32_t);
-    wire::store(forged.data() + covered, wire::checksum(forged.first(covered), payload));
+  /// A payload of as many values as `bytes` holds.
+  static Bytes values_like(std::span<const std::byte> bytes) {
+    const std::size_t count = (bytes.size() - payload_of({}).size()) / sizeof(float);
+    return payload_of(Floats(count, 1e6f));
   }
 
-  int calls_ = 0;
-  std::optional<comm::Tag> last_;
+  wire::Identity identity_;
 };
+
+/// What the messages of the first all-reduce are about, of a model that is one parameter.
+wire::Identity identity_of(const Reducer& reducer) {
+  Spec shown = reducer.spec();
+  shown.settings.erase("threads");
+  const std::string description =
+      "topreduce " + std::string(version()) + "\n" + describe(reducer.layout(), shown);
+  const std::uint64_t parameters = Fingerprint().add(std::uint64_t{0}).long_value();
+  return {.origin = Fingerprint()
+                        .add(Fingerprint().add(description).value())
+                        .add(reducer.step())
+                        .add(static_cast<std::uint64_t>(wire::Values::fp32))
+                        .long_value(),
+          .contents = Fingerprint().add(parameters).add(reducer.layout().size()).long_value()};
+}
 
 TEST(ArcTopK, RanksThatChoseOtherRowsFindOut) {
   const Layout layout = matrix_model(64, 48);
@@ -338,12 +368,17 @@ TEST(ArcTopK, RanksThatChoseOtherRowsFindOut) {
       gradients_of(3, 0, [&](int r, int step) { return heavy_tailed(r, step, layout); });
   for (int s = 0; s < 2; ++s) cluster.step(gradients, one_bucket(layout));
   const State before = state_of(cluster[1]);
-  const auto outcomes = cluster.step(gradients, one_bucket(layout), 1, [](Communicator& comm) {
-    return std::make_unique<Forging>(comm);
+  const wire::Identity identity = identity_of(cluster[0]);
+  const auto outcomes = cluster.step(gradients, one_bucket(layout), 1, [&](Communicator& comm) {
+    return std::make_unique<Forging>(comm, identity);
   });
-  for (const Outcome& outcome : outcomes) EXPECT_TRUE(outcome.failed());
-  EXPECT_NE(outcomes[1].error.find("or chose different rows"), std::string::npos)
-      << outcomes[1].error;
+  // Who finds out first leaves, so that the others may hear no more than that.
+  bool named = false;
+  for (const Outcome& outcome : outcomes) {
+    EXPECT_TRUE(outcome.failed());
+    named = named || outcome.error.find("or chose different rows") != std::string::npos;
+  }
+  EXPECT_TRUE(named) << outcomes[1].error;
   EXPECT_EQ(state_of(cluster[1]), before);
 }
 

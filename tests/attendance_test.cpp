@@ -6,7 +6,6 @@
 
 #include <cmath>
 #include <numeric>
-#include <optional>
 #include <tuple>
 
 #include "cluster.h"
@@ -213,12 +212,12 @@ TEST(RollCalls, TakeARoundOnlyIfSomeoneHasSomethingToSay) {
   const auto rounds = [&] {
     return cluster.step(gradients, three_buckets(layout), 1, {}, attendance)[1].stats.rounds;
   };
-  EXPECT_EQ(rounds(), 1);
+  EXPECT_EQ(rounds(), 2);  // the exchange and the vote
   for (Attendance& each : attendance) each.divisor = Divisor::present;
-  EXPECT_EQ(rounds(), 1);
+  EXPECT_EQ(rounds(), 2);
   const std::size_t unused[] = {2};  // an empty parameter
   attendance[2].unused = unused;
-  EXPECT_EQ(rounds(), 2);
+  EXPECT_EQ(rounds(), 3);
 }
 
 TEST(RollCalls, ManyParameters) {
@@ -254,21 +253,17 @@ TEST(RollCalls, RanksThatDivideDifferentlyAreAllTold) {
   EXPECT_EQ(state_of(cluster[1]), before);
 }
 
-/// Loses the connection in one call; a new tag starts the next.
+/// Loses the connection in a roll call: the only collective of a step.
 class Severed final : public comm::Decorator {
  public:
-  Severed(Communicator& inner, int calls) : Decorator(inner), calls_left_(calls) {}
+  using Decorator::Decorator;
 
   void post(int peer, const comm::Tag& tag, std::span<const std::byte> head,
             std::span<const std::byte> bytes) override {
-    const bool starts = std::exchange(last_, tag) != tag;
-    if (starts && calls_left_-- == 0) throw CommError("the cable is cut");
+    constexpr std::uint32_t kCollective = 0xffffffff;
+    if (tag.exchange == kCollective) throw CommError("the cable is cut");
     Decorator::post(peer, tag, head, bytes);
   }
-
- private:
-  int calls_left_;
-  std::optional<comm::Tag> last_;
 };
 
 TEST(RollCalls, AFailureInItLeavesNoTrace) {
@@ -279,7 +274,7 @@ TEST(RollCalls, AFailureInItLeavesNoTrace) {
   const State before = state_of(cluster[0]);
   const auto outcomes = cluster.step(
       second.gradients, one_bucket(layout), 1,
-      [](Communicator& comm) { return std::make_unique<Severed>(comm, 1); }, second.attendance);
+      [](Communicator& comm) { return std::make_unique<Severed>(comm); }, second.attendance);
   EXPECT_EQ(outcomes[0].error, "the cable is cut");
   EXPECT_EQ(outcomes[0].state, before);
   EXPECT_TRUE(same_bits(outcomes[0].gradient, second.gradients[0]));

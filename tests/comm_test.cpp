@@ -105,9 +105,9 @@ class Damaging final : public Decorator {
 TEST(Comm, DamagedFramesAreFoundAndTheirSenderIsNamed) {
   const Damaging::Damage damages[] = {
       [](Bytes& frame) { frame.resize(3); },
-      [](Bytes& frame) { frame[4] ^= std::byte{1}; },                                    // magic
-      [](Bytes& frame) { frame[6] ^= std::byte{1}; },                                    // version
-      [](Bytes& frame) { frame[7] = std::byte{200}; },                                   // place
+      [](Bytes& frame) { frame[1] ^= std::byte{1}; },                                    // magic
+      [](Bytes& frame) { frame[2] ^= std::byte{1}; },                                    // version
+      [](Bytes& frame) { frame[3] = std::byte{200}; },                                   // place
       [](Bytes& frame) { std::fill(frame.begin() + 16, frame.end(), std::byte{255}); },  // head
   };
   for (const auto damage : damages) {

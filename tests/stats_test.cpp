@@ -8,13 +8,33 @@
 
 #include "cluster.h"
 #include "topreduce/catalog.h"
-#include "topreduce/wire/header.h"
+#include "topreduce/wire/payload.h"
+#include "topreduce/wire/seal.h"
 #include "topreduce/wire/values.h"
 
 namespace topreduce::laws {
 namespace {
 
-constexpr std::uint64_t kHeader = wire::kHeaderBytes;
+// What stands around a payload: a seal and three short numbers, the last of them its length; and
+// the head of a frame, which is long once a step and peer.
+constexpr std::size_t kLeastHead = wire::kSealBytes + 3, kMostHead = wire::kSealBytes + 5;
+constexpr std::size_t kFrame = 1, kFirstFrame = comm::Mailbox::kFrameHead;
+// A vote: its payload, and a long number for the exchange.
+constexpr std::size_t kVote = 20 + kLeastHead + 4;
+
+/// What a collective sends to each peer for so many bytes: one for the call is among them.
+std::size_t collective(std::size_t bytes) {
+  return kFirstFrame + 5 + 1 + 1 + 1 + bytes;
+}
+
+/// What a payload takes if there is nothing to say.
+std::size_t empty_payload() {
+  SparseVector none;
+  Bytes entries, values;
+  wire::encode_entries(wire::Values::fp32, {}, none, entries, none);
+  wire::encode_values(wire::Values::fp32, {}, {}, values, {});
+  return std::max(entries.size(), values.size());
+}
 
 std::string exchange_of(const Reducer& reducer) {
   return parse_spec(reducer.spec().settings.at("exchange")).name;
@@ -80,7 +100,8 @@ TEST_P(Stats, TrafficIsTheCommunicators) {
       for (const Outcome& outcome : take_step(cluster, s, three_buckets(layout_))) {
         EXPECT_EQ(outcome.stats.bytes_sent, outcome.traffic.bytes_sent);
         EXPECT_EQ(outcome.stats.bytes_received, outcome.traffic.bytes_received);
-        EXPECT_EQ(outcome.stats.rounds, outcome.traffic.rounds);
+        EXPECT_EQ(outcome.stats.messages, outcome.traffic.messages);
+        EXPECT_EQ(outcome.stats.rounds == 0, ranks == 1);
         EXPECT_EQ(outcome.stats.step, static_cast<std::uint64_t>(s));
         EXPECT_EQ(outcome.stats.entries, layout_.size());
         sent += outcome.stats.bytes_sent;
@@ -91,7 +112,7 @@ TEST_P(Stats, TrafficIsTheCommunicators) {
   }
 }
 
-// Every message is a header, its values, and the indices where any travel.
+// Every message is its head, its values, and the indices where any travel.
 TEST_P(Stats, BytesFollowTheCostFormula) {
   if (sends_by_place(exchange_of(Reducer(layout_, GetParam())))) return;
   const Cut cut = one_bucket(layout_);
@@ -122,8 +143,10 @@ TEST_P(Stats, BytesFollowTheCostFormula) {
         selected += static_cast<double>(outcome.stats.selected) - kept;
         // The first step without the fingerprint that they compared before it, the second without
         // the order of buckets, 4 bytes for each parameter, that rank 0 told the others.
-        const bool told = r == 0 && pipeline.granularity == Granularity::bucket;
-        const std::size_t extra = s == 0 ? 8 : s == 1 && told ? 4 * layout_.count() : 0;
+        const bool told = s == 1 && pipeline.granularity == Granularity::bucket;
+        const std::size_t extra = s == 0 ? collective(8)
+                                  : told ? collective(r == 0 ? 4 * layout_.count() : 0)
+                                         : 0;
         const std::uint64_t before = extra * static_cast<std::uint64_t>(ranks - 1);
         EXPECT_EQ(outcome.stats.bytes_sent + before, outcome.traffic.bytes_sent) << "step " << s;
       }
@@ -134,13 +157,19 @@ TEST_P(Stats, BytesFollowTheCostFormula) {
       const auto peers = static_cast<std::uint64_t>(ranks * (ranks - 1));
       const double values = ranks * (cost.values + cost_kept.values);
       const double indices = ranks * cost.indices;
-      const double headers = static_cast<double>(rounds * peers * kHeader);
-      EXPECT_EQ(outcomes[0].stats.rounds, rounds);
-      EXPECT_GE(static_cast<double>(sent), headers + least * values) << "step " << s;
+      const auto heads = [&](std::size_t head, std::size_t frame) {
+        return static_cast<double>(peers * (rounds * (head + frame) + kFirstFrame + kVote));
+      };
+      EXPECT_EQ(outcomes[0].stats.rounds, rounds + 1);  // and the vote
+      for (const Outcome& outcome : outcomes) {
+        EXPECT_EQ(outcome.stats.messages, (rounds + 1) * static_cast<std::uint64_t>(ranks - 1));
+      }
+      EXPECT_GE(static_cast<double>(sent), heads(kLeastHead, 0) + least * values) << "step " << s;
       // A scale, the end of a byte and two bits of extent for each parameter; a bit for each place.
       const auto parameters = static_cast<double>(rounds * peers * (3 * layout_.count() + 3));
       const double places = indices > 0 ? static_cast<double>(peers) * n / 8 : 0;
-      EXPECT_LE(static_cast<double>(sent), headers + most * values + indices + parameters + places)
+      EXPECT_LE(static_cast<double>(sent), heads(kMostHead + empty_payload(), kFrame) +
+                                               most * values + indices + parameters + places)
           << "step " << s;
     }
   }
@@ -162,11 +191,13 @@ TEST(Stats, TopkSendsItsMessageToEveryPeer) {
       if (std::abs(gradients[r][i]) < magnitudes[199]) continue;
       entries.push_back(static_cast<Index>(i), gradients[r][i]);
     }
-    Bytes message;
+    Bytes payload;
     const wire::Piece whole[] = {{0, 20000}};
-    wire::pack({.universe = 20000}, whole, wire::Vote::yes, entries, message);
+    wire::encode_entries(wire::Values::fp32, whole, entries, payload, entries);
+    const std::size_t message = kFirstFrame + kLeastHead + 1 + payload.size();  // a longer length
     EXPECT_EQ(outcomes[r].stats.selected, 200);
-    EXPECT_EQ(outcomes[r].stats.bytes_sent, 2 * message.size());
+    EXPECT_EQ(outcomes[r].stats.messages, 4);
+    EXPECT_EQ(outcomes[r].stats.bytes_sent, 2 * (message + kFrame + kVote));
   }
 }
 

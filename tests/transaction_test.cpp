@@ -18,45 +18,41 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // ---- a transport that fails --------------------------------------------------------------------
 
 enum class Failure {
-  everyone_before,  // no byte arrives anywhere
-  everyone_after,   // all bytes arrive, then the connection breaks
+  everyone_before,  // no byte of a message leaves any rank
+  everyone_after,   // the message leaves, then the connection breaks
   one_leaves,       // rank 0 gives up; the others wait for it in vain
-  damage            // one bit of what arrives is wrong
+  damage            // one bit of the message is wrong
 };
 
-/// Calls are told apart by their tags: the first message with a new one starts the next call.
+/// Fails at one of the messages that this rank posts.
 class Failing final : public comm::Decorator {
  public:
-  Failing(Communicator& inner, Failure failure, int fail_at)
-      : Decorator(inner), failure_(failure), fail_at_(fail_at) {}
+  Failing(Communicator& inner, Failure failure, std::uint64_t fail_at)
+      : Decorator(inner), failure_(failure), left_(fail_at) {}
 
   void post(int peer, const comm::Tag& tag, std::span<const std::byte> head,
             std::span<const std::byte> bytes) override {
-    if (std::ranges::find(tags_, tag) == tags_.end()) tags_.push_back(tag);
+    const bool now = left_-- == 0;
     const bool gives_up =
         failure_ == Failure::everyone_before || (failure_ == Failure::one_leaves && rank() == 0);
-    if (!now()) return Decorator::post(peer, tag, head, bytes);
-    if (gives_up) throw CommError("pulled the plug");
-    if (failure_ != Failure::damage || (rank() != 0 && (rank() != 1 || peer != 0))) {
-      return Decorator::post(peer, tag, head, bytes);
+    if (now && gives_up) throw CommError("pulled the plug");
+    if (!now || failure_ != Failure::damage) {
+      Decorator::post(peer, tag, head, bytes);
+    } else {
+      Bytes message(head.begin(), head.end());
+      message.insert(message.end(), bytes.begin(), bytes.end());
+      message[message.size() / 2] ^= std::byte{4};
+      Decorator::post(peer, tag, {}, message);
     }
-    Bytes damaged(bytes.begin(), bytes.end());
-    if (damaged.empty()) throw CommError("nothing goes that could be damaged");
-    damaged[damaged.size() / 2] ^= std::byte{4};
-    Decorator::post(peer, tag, head, damaged);
-  }
-
-  void settle() override {
-    Decorator::settle();
-    if (failure_ == Failure::everyone_after && now()) throw CommError("pulled the plug");
+    if (now && failure_ == Failure::everyone_after) {
+      flush();
+      throw CommError("pulled the plug");
+    }
   }
 
  private:
-  bool now() const { return static_cast<int>(tags_.size()) == fail_at_ + 1; }
-
   Failure failure_;
-  int fail_at_;
-  std::vector<comm::Tag> tags_;  // of this step, so far
+  std::uint64_t left_;
 };
 
 // ---- two clusters side by side -----------------------------------------------------------------
@@ -82,8 +78,8 @@ class Transaction : public testing::TestWithParam<const char*> {
     return all;
   }
 
-  /// How many calls the transport will get: a copy of the run goes ahead.
-  std::uint64_t calls_of_next_step() {
+  /// How many messages each rank will send: a copy of the run goes ahead.
+  std::vector<std::uint64_t> messages_of_next_step() {
     Cluster copy(ranks_, layout_, GetParam());
     for (int s = 0; s < 2; ++s) copy.step(gradients(), cut_);  // to know the order of buckets
     const auto now = states();
@@ -91,7 +87,11 @@ class Transaction : public testing::TestWithParam<const char*> {
       Loader loader(now[static_cast<std::size_t>(r)]);
       copy[r].visit(loader);
     }
-    return copy.step(gradients(), cut_)[0].stats.rounds;
+    std::vector<std::uint64_t> messages;
+    for (const Outcome& outcome : copy.step(gradients(), cut_)) {
+      messages.push_back(outcome.stats.messages);
+    }
+    return messages;
   }
 
   /// A step of both.
@@ -106,14 +106,17 @@ class Transaction : public testing::TestWithParam<const char*> {
     ++step_;
   }
 
-  /// Fails the coming step at its `call`-th message and compares what is left.
-  void expect_nothing_happens(Failure failure, std::uint64_t call) {
-    SCOPED_TRACE("failure " + std::to_string(static_cast<int>(failure)) + " at call " +
-                 std::to_string(call) + " of step " + std::to_string(step_));
+  /// Fails the coming step, in which the ranks send so many `messages`, at the `message`-th of
+  /// every rank, or the last of one that sends fewer; then compares what is left.
+  void expect_nothing_happens(Failure failure, std::uint64_t message,
+                              const std::vector<std::uint64_t>& messages) {
+    SCOPED_TRACE("failure " + std::to_string(static_cast<int>(failure)) + " at message " +
+                 std::to_string(message) + " of step " + std::to_string(step_));
     const auto before = states();
     const auto gradient = gradients();
     const auto outcomes = tried_->step(gradient, cut_, 1, [&](Communicator& comm) {
-      return std::make_unique<Failing>(comm, failure, static_cast<int>(call));
+      const std::uint64_t last = messages[static_cast<std::size_t>(comm.rank())] - 1;
+      return std::make_unique<Failing>(comm, failure, std::min(message, last));
     });
     for (std::size_t r = 0; r < outcomes.size(); ++r) {
       EXPECT_TRUE(outcomes[r].failed());
@@ -135,14 +138,18 @@ INSTANTIATE_TEST_SUITE_P(Rows, Transaction, testing::ValuesIn(rows()),
 TEST_P(Transaction, FailedCallsLeaveNoTrace) {
   for (const int ranks : {2, 3}) {
     start(ranks);
-    expect_nothing_happens(Failure::everyone_before, 0);  // while they still agree on the method
+    // While they still agree on the method.
+    const std::vector<std::uint64_t> some(static_cast<std::size_t>(ranks), 1);
+    expect_nothing_happens(Failure::everyone_before, 0, some);
     for (int s = 0; s < 3; ++s) expect_same_step();
     for (const Failure failure :
          {Failure::everyone_before, Failure::everyone_after, Failure::one_leaves}) {
       expect_same_step();
-      const std::uint64_t calls = calls_of_next_step();
-      ASSERT_GT(calls, 0u);
-      for (std::uint64_t call = 0; call < calls; ++call) expect_nothing_happens(failure, call);
+      const auto messages = messages_of_next_step();
+      const std::uint64_t most =
+          failure == Failure::one_leaves ? messages[0] : std::ranges::max(messages);
+      ASSERT_GT(std::ranges::min(messages), 0u);
+      for (std::uint64_t i = 0; i < most; ++i) expect_nothing_happens(failure, i, messages);
     }
     expect_same_step();
   }
@@ -152,18 +159,18 @@ TEST_P(Transaction, FailedCallsLeaveNoTrace) {
 TEST_P(Transaction, DamagedMessagesLeaveNoTrace) {
   start(2);
   for (int s = 0; s < 4; ++s) expect_same_step();
-  const std::uint64_t calls = calls_of_next_step();
-  for (std::uint64_t call = 0; call < calls; ++call) {
-    expect_nothing_happens(Failure::damage, call);
+  const auto messages = messages_of_next_step();
+  for (std::uint64_t i = 0; i < std::ranges::max(messages); ++i) {
+    expect_nothing_happens(Failure::damage, i, messages);
   }
   const auto outcomes = tried_->step(gradients(), cut_, 1, [](Communicator& comm) {
     return std::make_unique<Failing>(comm, Failure::damage, 0);
   });
   const auto names_the_place = [&](std::size_t rank) {
-    const std::string head = "rank " + std::to_string(rank) + ", step 4, bucket ";
+    const std::string head = "rank " + std::to_string(rank) + ", step 4, bucket of parameter ";
     const std::string tail = ", message from rank " + std::to_string(1 - rank) + ": ";
     const std::string& text = outcomes[rank].error;
-    return text.starts_with(head + "0" + tail) || text.starts_with(head + "1" + tail);
+    return text.starts_with(head) && text.find(tail) == head.size() + 1;
   };
   EXPECT_TRUE(names_the_place(0) || names_the_place(1)) << outcomes[0].error << "\n"
                                                         << outcomes[1].error;

@@ -137,7 +137,7 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   std::vector<std::size_t> everything;  // the numbers of all parameters, for `average`
 
   // The order that buckets follow: reversed, until a step has been finished and so observed; that
-  // of rank 0 then, agreed upon at every `begin` until a step has been finished with it.
+  // of rank 0 then, agreed upon at the next `begin`.
   enum class Order { reversed, observed, agreed } order_is = Order::reversed;
   std::vector<std::size_t> order;
   BucketPlan plan;
@@ -218,6 +218,7 @@ void Reducer::Inside::agree_on_order(Communicator& communicator) {
     throw WireError("step " + std::to_string(step) + ": rank 0 sent no order of the parameters");
   }
   order = std::move(heard);
+  order_is = Order::agreed;
   plan_buckets();
 }
 
@@ -525,8 +526,6 @@ void Reducer::Inside::finish() {
   if (order_is == Order::reversed) {
     order = arrivals;
     order_is = Order::observed;
-  } else {
-    order_is = Order::agreed;
   }
 }
 
@@ -750,11 +749,13 @@ void Reducer::use(Device* device) {
   inside_->settle_down(*inside_->pipeline.feedback, inside_->pipeline, device);
 }
 
-void Reducer::progress() {
-  if (inside_->comm == nullptr) return;
+bool Reducer::progress() {
+  if (inside_->comm == nullptr) return false;
   const FloatMode mode;
   try {
+    if (inside_->pipeline.granularity == Granularity::bucket) inside_->start_complete_buckets();
     inside_->progress();
+    return !inside_->under_way.empty();
   } catch (...) {
     abandon();
     throw;

@@ -71,8 +71,8 @@ class TOPREDUCE_API Reducer {
                      float most = std::numeric_limits<float>::max());
 
   /// Goes on with exchanges whose messages have come, without waiting; `add` and `finish` do that
-  /// by themselves.
-  void progress();
+  /// too. Returns whether any are still under way.
+  bool progress();
 
   /// Says of the open step, before `finish`, that this rank left parameters unused, or has
   /// run out of data. What no rank used is not delivered: its gradient and what is owed stay. May

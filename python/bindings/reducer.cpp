@@ -175,6 +175,16 @@ struct Owner {
                     .unused = unused});
   }
 
+  bool progress() {
+    try {
+      const nb::gil_scoped_release release;
+      return reducer.progress();
+    } catch (...) {
+      abandon();
+      throw;
+    }
+  }
+
   StepStats finish() {
     const std::vector<nb::object> until_finished = std::exchange(held, {});
     const nb::object comm = std::exchange(comm_held, {});
@@ -278,6 +288,9 @@ void bind_reducer(nb::module_& module) {
            "`unused`, whether it has\n"
            "'joined' (is out of data), and if means are over all ranks or those 'present'.\n"
            "What no rank used is not delivered.")
+      .def("progress", &Owner::progress,
+           "Go on with exchanges whose messages have come, without waiting. Whether more are under "
+           "way.")
       .def("finish", &Owner::finish, "Replace every gradient with the mean over the ranks.")
       .def("abandon", &Owner::abandon, "Drop an open step.")
       .def(

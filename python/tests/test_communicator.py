@@ -94,7 +94,7 @@ def test_collectives_from_python() -> None:
         comm.barrier()
         assert (comm.rounds, comm.messages) == (3, 6)
         payload = 2 * (comm.rank + 1) + comm.rank + 1 - [0, 1, 1][comm.rank]
-        heads = 2 * 16 + 4 * 1 + 6 * (5 + 1 + 1 + 1)  # of frames, and of messages in them
+        heads = 2 * 16 + 6 * (5 + 1 + 1 + 1)  # of the first frames, and of messages
         assert comm.bytes_sent == payload + heads
         root = np.full(5, comm.rank, np.uint8)
         comm.broadcast(root, 2)
@@ -163,11 +163,8 @@ def test_it_gives_the_same_as_the_built_in(method: str, granularity: str, ranks:
             mean, stats = run_step(reducer, comm, gradient(comm.rank, step), buckets)
             told = stats.as_dict()
             del told["seconds"], told["seconds_exchanging"]
-            # Some bytes are heads of frames, and how many messages share one is chance.
-            assert 0 <= told.pop("bytes_sent") <= comm.bytes_sent
-            assert 0 <= told.pop("bytes_received") <= comm.bytes_received
             seen += [mean.tobytes(), snapshot(reducer), told]
-        return [*seen, comm.messages, comm.rounds]
+        return [*seen, comm.bytes_sent, comm.bytes_received, comm.messages, comm.rounds]
 
     assert run_threads(ranks, body) == run_ranks(ranks, body)
 

@@ -91,8 +91,6 @@ class Twins:
         norm = float(np.linalg.norm(np.nan_to_num(gradient, posinf=0, neginf=0)))
         owed = theirs.pop("owed_norm")
         assert ours.pop("owed_norm") == pytest.approx(owed, rel=0.01, abs=0.01 * norm)
-        for each in ("bytes_sent", "bytes_received"):  # with heads of frames, which are chance
-            assert ours.pop(each) == pytest.approx(theirs.pop(each), rel=0.01, abs=100)
         assert ours == pytest.approx(theirs, rel=1e-4)
         return stats
 

@@ -165,7 +165,7 @@ def fall_out_of_step(rank: Rank) -> None:
 
         with pytest.raises((WireError, CommError), match=r"rank 1 has gone on to step 10") as error:
             go_on()
-        comm.close(f"{type(error.value).__name__}: {error.value}", drops_step=True)
+        comm.close(f"{type(error.value).__name__}: {error.value}")
 
 
 def test_ranks_at_different_places_are_told() -> None:
@@ -320,8 +320,9 @@ def pause_for_long(rank: Rank) -> None:
         comm.all_gather(np.zeros(100, np.uint8))
         time.sleep(2)
     comm.enter("step", 3)
-    if rank.rank == 1:  # which has all it needs of the other, that has dropped it
+    if rank.rank == 1:
         dist.barrier()
+        comm.all_gather(np.zeros(100, np.uint8))  # it has all it needs
         with pytest.raises(CommError, match="rank 0 gave up: CommError: Timed out waiting 1000ms"):
             comm.all_gather(np.zeros(100, np.uint8))
     else:

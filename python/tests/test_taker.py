@@ -74,19 +74,26 @@ def wait_for_worker(sync: Sync) -> None:
 
 
 def watch_exchanges(sync: Sync) -> list[list[int]]:
-    """By step: how many exchanges were through when each bucket of DDP was full."""
+    """By step: how many messages were sent when each bucket of DDP was full; one for a bucket of
+    ours and a peer.
+    """
     adapter, seen = adapter_of(sync), []
-    reduce = adapter.reduce
+    reduce, close, ends = adapter.reduce, sync._steps._close, [sync._comm.messages]
 
     def look(bucket: Any) -> Any:
         adapter._taker.flush()
         wait_for_worker(sync)
         if bucket.index() == 0:
             seen.append([])
-        seen[-1].append(sync._comm.calls_in_step if adapter._pass else 0)
+        seen[-1].append(sync._comm.messages - ends[-1])
         return reduce(bucket)
 
+    def closed(*arguments: Any) -> None:
+        close(*arguments)
+        ends.append(sync._comm.messages)
+
     adapter.reduce = look  # type: ignore[method-assign]
+    sync._steps._close = closed  # type: ignore[method-assign]
     return seen
 
 
@@ -103,7 +110,7 @@ def overlap(rank: Rank, dtype: torch.dtype, options: dict[str, Any]) -> None:
     assert seen[0] == [0]  # what comes when, is learnt
     assert [len(step) for step in seen] == [1] * 5
     for step in seen[2:]:
-        assert step == [buckets - 1]  # all but the last, when DDP had filled its bucket
+        assert step == [buckets]  # all of them, when DDP had filled its bucket
     assert all(0 <= step["hidden"] <= 1 for step in sync.history())
     sync.configure(granularity="model")
     run.train(range(5, 7))
@@ -405,7 +412,7 @@ def come_and_go(rank: Rank) -> None:
     sync = attach_at_once(run.ddp, **TOPK)
     seen = watch_exchanges(sync)
     run.train(range(3, 6))
-    assert seen[-1] == [len(sync._reducer.buckets) - 1]
+    assert seen[-1] == [len(sync._reducer.buckets)]
 
 
 def through_a_file(model: nn.Module) -> Any:

@@ -15,7 +15,9 @@
 
 namespace topreduce::comm {
 
-/// What passed through a communicator since it was made. A rank's own part does not travel.
+/// What passed through a communicator since it was made: messages, and once for a peer and a place
+/// what a frame says of it, but not the one byte of further frames, whose number is left to chance.
+/// A rank's own part does not travel.
 struct Traffic {
   std::uint64_t bytes_sent = 0;
   std::uint64_t bytes_received = 0;

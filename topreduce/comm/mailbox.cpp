@@ -105,7 +105,7 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame, Bytes* buffer) 
   ++version_;
   changed_.notify_all();
   if (!frame.empty() && frame[0] == kShortHead && from.heard) {
-    book(from, frame.size());
+    book(from, frame.size() - 1);  // how many frames there are is chance
     return read(peer, frame.subspan(1), buffer);
   }
   if (frame.size() < kFrameHead || load<std::uint16_t>(frame.data()) != kMagic) {
@@ -300,9 +300,7 @@ void Mailbox::expect(const Tag& tag, int peer) {
   Message& message = find_or_make(epoch_, tag).messages[at(peer)];
   if (message.here || message.expected) return;
   message.expected = true;
-  Peer& from = peers_[at(peer)];
-  ++from.expected;
-  if (from.lost || from.epoch > epoch_) ++version_;  // nothing will come: whoever waits must look
+  ++peers_[at(peer)].expected;
 }
 
 std::size_t Mailbox::arrived(const Tag& tag) const {
@@ -340,8 +338,7 @@ void Mailbox::check(int rank) const {
     const Peer& peer = peers_[r];
     // Frames keep their order: what is missing of an epoch that its sender has left never comes.
     const bool left = !expects_all_ && peer.expected > 0 && peer.epoch > epoch_;
-    const bool gave_up = peer.loss == Loss::gave_up && peer.epoch >= epoch_;
-    const bool missed = peer.lost && (waits_for(peer) || gave_up);
+    const bool missed = peer.lost && waits_for(peer);
     if (r == at(rank) || !(left || missed)) continue;
     const std::string text = title(rank) + ", " + to_string(place_) + ": rank " + name(r) + " ";
     if (left) throw WireError(text + "has gone on to " + to_string(peer.places.back().place));

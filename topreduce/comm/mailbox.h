@@ -34,9 +34,8 @@ struct TOPREDUCE_API Place {
 };
 TOPREDUCE_API std::string to_string(const Place& place);
 
-/// How a peer was lost: it may have been done, it has given up what it was about, or its bytes
-/// cannot be used.
-enum class Loss { gone, gave_up, damaged };
+/// How a peer was lost: nothing more will come of it, or its bytes cannot be used.
+enum class Loss { gone, damaged };
 
 /// What one rank has received. Frames are put in by whoever receives them, which may be another
 /// thread; messages are taken out by the rank's own thread. A frame is
@@ -97,8 +96,8 @@ class TOPREDUCE_API Mailbox {
   /// Until the version is another one than `seen`.
   void wait(std::uint64_t seen);
 
-  /// Throws CommError or WireError if a peer is lost of whom something is expected, or that has
-  /// given up here; WireError too if it has gone on without sending what is expected.
+  /// Throws CommError or WireError if a peer is lost of whom something is expected; WireError too
+  /// if it has gone on without sending it.
   void check(int rank) const;
   /// From now on, and until the next `enter`, this rank waits to hear of every peer.
   void expect_all();

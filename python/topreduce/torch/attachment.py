@@ -123,6 +123,8 @@ def attach(
             "warmup_steps": _or_default(warmup_steps, "warmup_steps", method, WARMUP_STEPS),
             "ramp_steps": _or_default(ramp_steps, "ramp_steps", method, RAMP_STEPS),
             "seed": seed,
+            # The backward pass leaves its cores when the last gradient is there.
+            "threads": _or_default(None, "threads", method, torch.get_num_threads()),
             **settings,
         }
     except Exception as error:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,8 +37,7 @@ from topreduce.torch.roll_call import RollCall, explain
 Bytes = NDArray[np.uint8]
 
 _HEAD = struct.Struct("<IIQ")
-# Kinds: bytes of the core; nothing; why a rank has given up a step; why it has left.
-_FRAME, _NOTE, _GAVE_UP, _LEFT = range(4)
+_FRAME, _NOTE, _WORD = range(3)  # kinds: bytes of the core; nothing; why a rank has left
 _EVERYTHING, _NOBODY = 0, 1  # tags
 _PLACES = 8  # for frames of one peer
 _ALL_PLACES = 1 << 24  # bytes, about, over all peers
@@ -119,14 +118,10 @@ class GroupCommunicator(Communicator):
         received, counts = self.all_gather(np.frombuffer(sendable(word).encode(), np.uint8))
         return [legible(part.tobytes()) for part in np.split(received, np.cumsum(counts)[:-1])]
 
-    def close(self, word: str = "", drops_step: bool = False) -> None:
-        """Leaves, for good. Peers that wait for us fail at once, and find `word` as the reason.
-
-        If this `drops_step`, so do those that have all they need to finish it.
-        """
+    def close(self, word: str = "") -> None:
+        """Leaves, for good. Peers that wait for us fail at once, and find `word` as the reason."""
         if self._gloo is not None and word:
-            kind = _GAVE_UP if drops_step else _LEFT
-            self._tell(kind, self._cause or f"rank {self._names[self.rank]} gave up: {word}")
+            self._tell(self._cause or f"rank {self._names[self.rank]} gave up: {word}")
         self.interrupt("is out of reach: the group is closed")
         self._lines.clear()
         self._gloo = None  # the last reference: this closes the connections
@@ -159,8 +154,8 @@ class GroupCommunicator(Communicator):
             attempt(line.sends.popleft()[1].wait)
         line.taken += 1
         content = memory[_HEAD.size : size]
-        if kind in (_GAVE_UP, _LEFT):
-            return self._hear(peer, kind, legible(content.tobytes()))
+        if kind == _WORD:
+            return self._hear(peer, legible(content.tobytes()))
         if kind == _FRAME:
             self.accept(peer, content)
         memory[: size + 1] = 0
@@ -230,14 +225,13 @@ class GroupCommunicator(Communicator):
 
     # ---- peers that are lost ----
 
-    def _hear(self, peer: int, kind: int, cause: str) -> None:
+    def _hear(self, peer: int, cause: str) -> None:
         """The last word of a peer."""
         self._lines[peer].gone = True
         self._cause = self._cause or cause
         why = cause.removeprefix(f"rank {self._names[peer]} gave up: ")
         roll_call = self._roll_call() if _TIMED_OUT in cause else ""
-        how: Literal["gone", "gave_up"] = "gave_up" if kind == _GAVE_UP else "gone"
-        self.lose(peer, f"gave up: {why}{roll_call}", how)
+        self.lose(peer, f"gave up: {why}{roll_call}")
 
     def _lose(self, peer: int, failure: str) -> None:
         """A connection is gone. What the peer said before may be here, or in the store."""
@@ -258,7 +252,7 @@ class GroupCommunicator(Communicator):
         silent = self.awaited() or self._others()
         waited = f"{_TIMED_OUT} waiting {self._timeout // timedelta(milliseconds=1)}ms"
         with_patience(self._waiting.answer)
-        self._tell(_GAVE_UP, f"rank {self._names[self.rank]} gave up: CommError: {waited}")
+        self._tell(f"rank {self._names[self.rank]} gave up: CommError: {waited}")
         roll_call = self._roll_call()
         for peer in silent:
             self.lose(peer, f"is silent: {waited}{roll_call}")
@@ -270,12 +264,12 @@ class GroupCommunicator(Communicator):
         absent = with_patience(self._waiting.absent, patience)
         return f" ({explain(absent)})" if absent else ""
 
-    def _tell(self, kind: int, cause: str) -> None:
+    def _tell(self, cause: str) -> None:
         """The last word to all peers; by the store where a connection is full."""
         word = sendable(cause)[:_LONGEST_WORD]
         lines = {peer: line for peer, line in self._lines.items() if not line.gone}
         for peer in lines:
-            self._send(peer, kind, np.frombuffer(word.encode(), np.uint8))
+            self._send(peer, _WORD, np.frombuffer(word.encode(), np.uint8))
         told = [line for line in lines.values() if not line.gone]
         told.sort(key=lambda line: len(line.sends))  # those that will take it at once
         failures = [attempt(partial(line.sends[-1][1].wait, _LAST_WORD))[1] for line in told]

@@ -21,6 +21,7 @@ from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.surroundings import Attendance, Surroundings
 
 _HISTORY = 1000
+_LOOK = 2e-3  # seconds between looks at what has come, while exchanges are under way
 _LAST_WORDS = 5.0  # seconds that the worker gets at exit; it may be waiting for a dead peer
 
 
@@ -66,7 +67,7 @@ class Steps:
         self._step.over.set()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
-            target=_run, args=(self._tasks,), name="topreduce", daemon=True
+            target=_run, args=(self._tasks, weakref.ref(self)), name="topreduce", daemon=True
         )
         self._thread.start()
         self._stop = weakref.finalize(self, _end, self._tasks, self._thread, comm)
@@ -95,9 +96,7 @@ class Steps:
 
     def fail(self, error: Exception) -> Exception:
         """No further step is possible: releases peers that wait for us; returns what to raise."""
-        # What is wrong with the call, the others find out by themselves or while they wait.
-        drops_step = not isinstance(error, ValueError)
-        self._comm.close(f"{type(error).__name__}: {error}", drops_step)
+        self._comm.close(f"{type(error).__name__}: {error}")
         if isinstance(error, (CommError, WireError)):
             error = type(error)(f"{error}. Nothing more is exchanged until detach().")
         self.broken = error.with_traceback(None)
@@ -143,6 +142,18 @@ class Steps:
         }
 
     # ---- the worker's part: everything that can fail, or take time -----------------------------
+
+    def progress(self) -> bool:
+        """Goes on with what has come meanwhile. Whether more is under way."""
+        step, busy = self._step, False
+
+        def look() -> None:
+            nonlocal busy
+            busy = self._reducer.progress()
+
+        if step.begun and not step.over.is_set():
+            self._advance(step, look)
+        return busy
 
     def _advance(self, step: Step, task: Callable[[], None]) -> None:
         if step.error is not None:
@@ -200,7 +211,23 @@ def _end(
             thread.join(_LAST_WORDS)
 
 
-def _run(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    while (task := tasks.get()) is not None:
+def _run(
+    tasks: "queue.SimpleQueue[Callable[[], None] | None]", owner: "weakref.ref[Steps]"
+) -> None:
+    busy = False
+    while True:
+        try:
+            task = tasks.get(timeout=_LOOK if busy else None)
+        except queue.Empty:
+            task = _nothing
+        if task is None:
+            return
         task()
         del task  # an idle worker keeps nothing alive
+        steps = owner()
+        busy = steps is not None and steps.progress()
+        del steps
+
+
+def _nothing() -> None:
+    """What the worker does between two gradients, but for looking at what has come."""
