@@ -72,6 +72,12 @@ inline void append(Bytes& buffer, std::span<const std::byte> bytes) {
   std::memcpy(buffer.data() + before, bytes.data(), bytes.size());
 }
 
+/// Whether a buffer holds memory for much more than `used` bytes.
+inline bool is_far_larger(const Bytes& buffer, std::size_t used) {
+  constexpr std::size_t kSmall = std::size_t{1} << 16;
+  return buffer.capacity() > 2 * used + kSmall;
+}
+
 /// Buffers that wait for their next use.
 class Spares {
  public:
@@ -90,6 +96,10 @@ class Spares {
     taken.clear();
     make_room(taken, size);
     return taken;
+  }
+  /// Frees those that are far larger than `used` bytes.
+  void trim(std::size_t used) {
+    std::erase_if(buffers_, [used](const Bytes& each) { return is_far_larger(each, used); });
   }
   void give(Bytes&& buffer) {
     if (buffer.capacity() > 0) buffers_.push_back(std::move(buffer));

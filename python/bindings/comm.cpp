@@ -316,9 +316,7 @@ void accept(Communicator& self, int peer, ReadableBytes frame) {
 }
 
 void lose(Communicator& self, int peer, const std::string& why, std::string_view how) {
-  const auto loss = how == "damaged"   ? Loss::damaged
-                    : how == "gave_up" ? Loss::gave_up
-                                       : Loss::gone;
+  const Loss loss = how == "damaged" ? Loss::damaged : Loss::gone;
   self.mailbox().lose(peer_of(self, peer), loss, why);
 }
 
@@ -397,11 +395,10 @@ void bind_comm(nb::module_& module) {
            nb::sig("def accept(self, peer: int, frame: " BYTES ") -> None"),
            "Take in a frame; from any thread, in the order of the peer's.")
       .def("lose", &lose, "peer"_a, "why"_a, "how"_a = "gone",
-           nb::sig("def lose(self, peer: int, why: str, how: typing.Literal['gone', 'gave_up', "
-                   "'damaged'] = 'gone') -> None"),
-           "Nothing more will come from `peer`, which `why`: 'has left'. If it has given up, what "
-           "is\nunder way fails, even if nothing more is expected of it; if its bytes cannot be "
-           "used, it\n'sent' `why`.")
+           nb::sig("def lose(self, peer: int, why: str, how: typing.Literal['gone', 'damaged'] = "
+                   "'gone') -> None"),
+           "Nothing more will come from `peer`, which `why`: 'has left'. If its bytes cannot be "
+           "used,\nit 'sent' `why`.")
       .def(
           "awaited", [](Communicator& self) { return self.mailbox().awaited(); },
           "The peers that this rank waits for right now, unless they are lost.")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from stepping import Buckets, Floats, random_buckets, run_step, same_bits, snapshot
+from transport import Bytes, QueueRank, run_threads
 
 from topreduce import CommError, Communicator, Layout, Reducer, StepStats, run_ranks
 from topreduce.torch.device import GradientDevice
@@ -238,44 +239,35 @@ def test_streams_of_cuda_are_kept_in_order(monkeypatch: pytest.MonkeyPatch) -> N
     assert log == ["mark main", "on side", "side waits for main", "wait for side", "off side"]
 
 
-class Breaking(Communicator):
-    """Passes everything on until the network breaks."""
+class Breaking(QueueRank):
+    """Until the network breaks."""
 
-    def __init__(self, inner: Communicator) -> None:
-        super().__init__(inner.rank, inner.size)
-        self.inner = inner
-        self.broken = False
+    broken = False
 
-    def all_to_all(self, send: Any, counts: Any) -> Any:
-        self.check()
-        return self.inner.all_to_all(send, counts)
-
-    def all_gather(self, mine: Any) -> Any:
-        self.check()
-        return self.inner.all_gather(mine)
-
-    def check(self) -> None:
+    def send_frame(self, peer: int, frame: Bytes) -> None:
         if self.broken:
             raise CommError("no network")
+        super().send_frame(peer, frame)
 
 
 @pytest.mark.parametrize("granularity", ["bucket", "model"])
 def test_a_step_that_fails_leaves_the_device_untouched(granularity: str) -> None:
-    def body(comm: Communicator) -> None:
-        twins, breaking = Twins(f"topk:density=0.05,granularity={granularity}"), Breaking(comm)
-        twins.step(breaking, gradient_of(comm.rank, 0), buckets_of(0))
+    def body(comm: QueueRank) -> None:
+        assert isinstance(comm, Breaking)
+        twins = Twins(f"topk:density=0.05,granularity={granularity}")
+        twins.step(comm, gradient_of(comm.rank, 0), buckets_of(0))
         before, owed = snapshot(twins.there), twins.device.read().tobytes()
         together = torch.from_numpy(gradient_of(comm.rank, 1))
-        breaking.broken = True
+        comm.broken = True
         with pytest.raises(CommError, match="no network"):
-            whole_model(twins, breaking, together)
+            whole_model(twins, comm, together)
         assert same_bits(together.numpy(), gradient_of(comm.rank, 1))
         assert twins.device.read().tobytes() == owed
         assert snapshot(twins.there) == before
-        breaking.broken = False
-        twins.step(breaking, gradient_of(comm.rank, 2), buckets_of(2))
+        comm.broken = False
+        twins.step(comm, gradient_of(comm.rank, 2), buckets_of(2))
 
-    run_ranks(2, body)
+    assert run_threads(2, body, Breaking) == [None, None]
 
 
 def whole_model(twins: Twins, comm: Communicator, together: torch.Tensor) -> None:

@@ -78,11 +78,11 @@ def test_uneven_and_empty_parts(ranks: int) -> None:
 
 def send_in_small_frames(rank: Rank) -> None:
     """As with hundreds of ranks; heads of messages are cut by frames too."""
-    process_group._ALL_PLACES = 1
+    before, process_group._ALL_PLACES = process_group._ALL_PLACES, 1
     try:
         comm = connect()
     finally:
-        process_group._ALL_PLACES = 1 << 22
+        process_group._ALL_PLACES = before
     for length in (1_000_000, 16_384 - 64, *range(16_384 - 60, 16_384)):
         received, _ = comm.all_gather(message(rank.rank, 0, length))
         expected = [message(sender, 0, length) for sender in range(rank.ranks)]
@@ -124,9 +124,7 @@ def send_much_then_little(rank: Rank) -> None:
     for _ in range(2):
         comm.all_gather(np.zeros(5_000, np.uint8))
         comm.trim()
-    # The allocator keeps some of it, of the frames.
-    assert full - held() > 60_000_000
-    assert held() - before < 130_000_000
+    assert full - held() > 60_000_000, (before, full, held())  # the allocator keeps the frames
     assert sum(len(line.sends) for line in comm._lines.values()) < 10
 
 
@@ -160,14 +158,22 @@ def fall_out_of_step(rank: Rank) -> None:
         with pytest.raises(CommError, match="gave up: WireError"):
             comm.all_gather(np.zeros(5, np.uint8))
     else:
-        with pytest.raises((WireError, CommError), match=r"rank 1 has gone on to step 10") as error:
+
+        def go_on() -> None:
             for _ in range(2):
                 comm.all_gather(np.zeros(5, np.uint8))
-        comm.close(f"{type(error.value).__name__}: {error.value}", drops_step=True)
+
+        with pytest.raises((WireError, CommError), match=r"rank 1 has gone on to step 10") as error:
+            go_on()
+        comm.close(f"{type(error.value).__name__}: {error.value}")
 
 
 def test_ranks_at_different_places_are_told() -> None:
     group(3).run(fall_out_of_step)
+
+
+VERSION = 4
+HEAD = b"TP" + bytes([VERSION]) + b"\1" + b"\0" * 8 + b"\1\0\0\0"  # of a frame: attach()
 
 
 def send_rubbish(rank: Rank, rubbish: bytes, words: str) -> None:
@@ -187,8 +193,8 @@ def send_rubbish(rank: Rank, rubbish: bytes, words: str) -> None:
     [
         (b"", "a frame that is none of topreduce's"),
         (b"\xff" * 20, "a frame that is none of topreduce's"),
-        (b"\1\0\0\0TP\x63\1" + b"\0" * 8, "a frame of version 99, this is version 4"),
-        (b"\1\0\0\0TP\4\1" + b"\0" * 8 + b"\xff" * 30, "a message without a head"),
+        (b"TP\x63\1" + b"\0" * 8 + b"\1\0\0\0", "a frame of version 99, this is version"),
+        (HEAD + b"\xff" * 30, "a message without a head"),
     ],
 )
 def test_a_frame_that_cannot_be_trusted(rubbish: bytes, words: str) -> None:
@@ -199,8 +205,8 @@ def claim_too_much(rank: Rank) -> None:
     """A length is only a claim: it takes no memory."""
     comm = connect()
     if rank.rank == 1:
-        head = b"\1\0\0\0TP\4\1" + b"\0" * 8 + b"\1\1" + b"\xff" * 6 + b"\1" + b"and so on"
-        comm._send(0, process_group._FRAME, np.frombuffer(head, np.uint8))
+        frame = HEAD + b"\1\1" + b"\xff" * 6 + b"\1" + b"and so on"
+        comm._send(0, process_group._FRAME, np.frombuffer(frame, np.uint8))
         comm.close("that was all")
     else:
         with pytest.raises(CommError, match="that was all"):
@@ -314,8 +320,9 @@ def pause_for_long(rank: Rank) -> None:
         comm.all_gather(np.zeros(100, np.uint8))
         time.sleep(2)
     comm.enter("step", 3)
-    if rank.rank == 1:  # which has all it needs of the other, that has dropped it
+    if rank.rank == 1:
         dist.barrier()
+        comm.all_gather(np.zeros(100, np.uint8))  # it has all it needs
         with pytest.raises(CommError, match="rank 0 gave up: CommError: Timed out waiting 1000ms"):
             comm.all_gather(np.zeros(100, np.uint8))
     else:
@@ -356,7 +363,7 @@ def test_a_wait_can_be_ended() -> None:
 # ---- the end of a process -----------------------------------------------------------------------
 
 PROGRAM = """
-import os, sys, threading, time
+import contextlib, os, sys, threading, time
 import numpy as np, torch
 import torch.distributed as dist
 from datetime import timedelta
@@ -374,18 +381,19 @@ for _ in range(2):
 if how == "detach":
     sync.detach()
     assert [t.name for t in threading.enumerate()] == ["MainThread"], threading.enumerate()
-if how == "in a step" and rank == 0:  # the other rank never comes
-    threading.Thread(target=lambda: ddp(torch.ones(2, 3)).sum().backward(), daemon=True).start()
+def wait():
+    with contextlib.suppress(topreduce.CommError):
+        sync._comm.barrier()
+if how == "while it waits" and rank == 0:  # the other rank never comes
+    sync._steps._tasks.put(wait)
     time.sleep(0.5)
-    print("done")
-    raise SystemExit
-if how == "in a step":
+elif how == "while it waits":
     time.sleep(6)
 print("done")
 """
 
 
-@pytest.mark.parametrize("how", ["detach", "at once", "in a step"])
+@pytest.mark.parametrize("how", ["detach", "at once", "while it waits"])
 def test_a_process_ends_in_peace(how: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port

@@ -191,7 +191,11 @@ def resumed(reducer: Reducer) -> Reducer:
             lambda: Reducer(Layout([("wight", (2, 2))]), "topk"),
             "parameter wight",
         ),
-        (lambda: Reducer(SMALL, "topk"), lambda: resumed(used_reducer(SMALL)), "step 1"),
+        (
+            lambda: Reducer(SMALL, "topk"),
+            lambda: resumed(used_reducer(SMALL)),
+            "the first step after settings or a state changed, step 1",
+        ),
     ],
 )
 def test_ranks_that_differ_are_told_how(ours: Any, theirs: Any, words: str) -> None:
@@ -199,9 +203,9 @@ def test_ranks_that_differ_are_told_how(ours: Any, theirs: Any, words: str) -> N
         messages = []
         reducer = theirs() if comm.rank == 1 else ours()
         for call in (reducer.agree, reducer.begin):
-            with pytest.raises(ValueError, match="the ranks do not agree") as caught:
+            with pytest.raises(ValueError, match=r"the ranks (do not agree|are at di)") as caught:
                 call(comm)
-            messages.append(str(caught.value))
+            messages.append(str(caught.value).removeprefix(f"rank {comm.rank}: "))
         return messages
 
     told = run_ranks(3, body)

@@ -13,6 +13,14 @@ from topreduce import CommError, Communicator
 Bytes = NDArray[np.uint8]
 T = TypeVar("T")
 _PATIENCE = 60.0  # seconds
+AGREE, STEP = 2, 6  # kinds of places
+
+
+def place_of(frame: Bytes) -> tuple[int, int] | None:
+    """Where its sender is: the kind of the place, and the step; None if a frame before said it."""
+    if frame.size < 16:
+        return None
+    return int(frame[3]), int(frame[4:12].view(np.uint64)[0])
 
 
 class Mail:

@@ -193,9 +193,10 @@ void Communicator::misplaced(const std::string& text) const {
 
 void Communicator::trim() {
   for (Outgoing& peer : outgoing_) {
-    if (peer.stream.empty()) trim_to(peer.stream, std::exchange(peer.longest, 0));
+    const std::size_t used = std::exchange(peer.longest, 0);
+    if (peer.stream.empty() && is_far_larger(peer.stream, used)) Bytes().swap(peer.stream);
   }
-  trim_to(scratch_.bytes, scratch_.bytes.size());
+  if (is_far_larger(scratch_.bytes, scratch_.bytes.size())) Bytes().swap(scratch_.bytes);
   mailbox_->trim();
 }
 

@@ -76,11 +76,6 @@ bool read_varint(std::span<const std::byte>& bytes, std::uint64_t& number) {
   return read_number(bytes, number) == Head::whole;
 }
 
-void trim_to(Bytes& buffer, std::size_t used) {
-  constexpr std::size_t kSmall = 1 << 16;
-  if (buffer.capacity() > 2 * used + kSmall) Bytes().swap(buffer);
-}
-
 void write_frame_head(std::uint32_t epoch, const Place& place, Places known, std::byte* out) {
   const std::uint8_t flag = known == Places::differ ? kDiffer : 0;
   store(out, kMagic);
@@ -107,11 +102,10 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame, Bytes* buffer) 
   const std::lock_guard lock(mutex_);
   Peer& from = peers_[at(peer)];
   if (from.lost) return;
-  const bool is_short = !frame.empty() && frame[0] == kShortHead && from.heard;
-  bytes_received_ += frame.size() - (is_short ? 1 : 0);
   ++version_;
   changed_.notify_all();
-  if (is_short) {
+  if (!frame.empty() && frame[0] == kShortHead && from.heard) {
+    book(from, frame.size() - 1);  // how many frames there are is chance
     return read(peer, frame.subspan(1), buffer);
   }
   if (frame.size() < kFrameHead || load<std::uint16_t>(frame.data()) != kMagic) {
@@ -138,7 +132,28 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame, Bytes* buffer) 
     }
     from.places.back().differs |= flagged != kind;
   }
+  book(from, frame.size());
   read(peer, frame.subspan(kFrameHead), buffer);
+}
+
+// What comes early counts once this rank is there: who is ahead is chance.
+void Mailbox::book(Peer& from, std::size_t bytes) {
+  if (from.epoch <= epoch_) {
+    bytes_received_ += bytes;
+  } else {
+    from.places.back().bytes += bytes;
+    early_ = true;
+  }
+}
+
+void Mailbox::book_early() {
+  if (!std::exchange(early_, false)) return;
+  for (Peer& peer : peers_) {
+    for (Stay& stay : peer.places) {
+      if (stay.epoch <= epoch_) bytes_received_ += std::exchange(stay.bytes, 0);
+      early_ |= stay.bytes > 0;
+    }
+  }
 }
 
 void Mailbox::read(int peer, std::span<const std::byte> stream, Bytes* buffer) {
@@ -241,6 +256,7 @@ void Mailbox::enter(const Place& place) {
   const std::lock_guard lock(mutex_);
   before_ = std::exchange(place_, place);
   expects_all_ = false;
+  book_early();
   drop_before(epoch_);
   ++epoch_;
   expect_nothing();
@@ -248,6 +264,7 @@ void Mailbox::enter(const Place& place) {
 
 void Mailbox::stay() {
   const std::lock_guard lock(mutex_);
+  book_early();
   drop_before(epoch_);
 }
 
@@ -279,6 +296,7 @@ void Mailbox::expect_nothing() {
 
 void Mailbox::expect(const Tag& tag, int peer) {
   const std::lock_guard lock(mutex_);
+  book_early();
   Message& message = find_or_make(epoch_, tag).messages[at(peer)];
   if (message.here || message.expected) return;
   message.expected = true;
@@ -377,8 +395,11 @@ void Mailbox::trim() {
   const std::lock_guard lock(mutex_);
   for (const auto& slot : slots_) {
     if (slot->used) continue;
-    for (Message& message : slot->messages) trim_to(message.bytes, longest_);
+    for (Message& message : slot->messages) {
+      if (is_far_larger(message.bytes, longest_)) Bytes().swap(message.bytes);
+    }
   }
+  spares_.trim(longest_);
   longest_ = 0;
 }
 

@@ -34,9 +34,8 @@ struct TOPREDUCE_API Place {
 };
 TOPREDUCE_API std::string to_string(const Place& place);
 
-/// How a peer was lost: it may have been done, it has given up what it was about, or its bytes
-/// cannot be used.
-enum class Loss { gone, gave_up, damaged };
+/// How a peer was lost: nothing more will come of it, or its bytes cannot be used.
+enum class Loss { gone, damaged };
 
 /// What one rank has received. Frames are put in by whoever receives them, which may be another
 /// thread; messages are taken out by the rank's own thread. A frame is
@@ -97,8 +96,8 @@ class TOPREDUCE_API Mailbox {
   /// Until the version is another one than `seen`.
   void wait(std::uint64_t seen);
 
-  /// Throws CommError or WireError if a peer is lost of whom something is expected, or that has
-  /// given up here; WireError too if it has gone on without sending what is expected.
+  /// Throws CommError or WireError if a peer is lost of whom something is expected; WireError too
+  /// if it has gone on without sending it.
   void check(int rank) const;
   /// From now on, and until the next `enter`, this rank waits to hear of every peer.
   void expect_all();
@@ -133,7 +132,8 @@ class TOPREDUCE_API Mailbox {
   struct Stay {
     std::uint32_t epoch = 0;
     Place place;
-    bool differs = false;  // it knows of a rank that is elsewhere
+    bool differs = false;   // it knows of a rank that is elsewhere
+    std::size_t bytes = 0;  // that came before this rank was there
   };
   struct Peer {
     bool heard = false;        // of anything yet
@@ -157,6 +157,8 @@ class TOPREDUCE_API Mailbox {
   void accept(int peer, std::span<const std::byte> frame, Bytes* buffer);
   void read(int peer, std::span<const std::byte> stream, Bytes* buffer);
   void finish_message(int peer);
+  void book(Peer& from, std::size_t bytes);
+  void book_early();
   void drop(Slot& slot);
   void drop_before(std::uint32_t epoch);
   void expect_nothing();
@@ -174,14 +176,12 @@ class TOPREDUCE_API Mailbox {
   Place place_, before_;
   std::uint64_t version_ = 0;
   std::uint64_t bytes_received_ = 0;
+  bool early_ = false;       // some are in `places`
   std::size_t longest_ = 0;  // message since the last `trim`
   bool expects_all_ = false;
   std::string title_;
   std::vector<int> names_;
 };
-
-/// Frees a buffer that is far larger than `used` bytes.
-void trim_to(Bytes& buffer, std::size_t used);
 
 /// A rank as a place in a vector.
 constexpr std::size_t at(int rank) {

@@ -123,10 +123,10 @@ class Levels(GroupCommunicator):
             part.trim()
         super().trim()
 
-    def close(self, word: str = "", drops_step: bool = False) -> None:
+    def close(self, word: str = "") -> None:
         for part in self._parts:
-            part.close(word, drops_step)
-        super().close(word, drops_step)
+            part.close(word)
+        super().close(word)
 
     def interrupt(self, why: str) -> None:
         for part in self._parts:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,10 +37,10 @@ from topreduce.torch.roll_call import RollCall, explain
 Bytes = NDArray[np.uint8]
 
 _HEAD = struct.Struct("<IIQ")
-# Kinds: bytes of the core; nothing; why a rank has given up a step; why it has left.
-_FRAME, _NOTE, _GAVE_UP, _LEFT = range(4)
-_PLACES = 4  # for frames of one peer
-_ALL_PLACES = 1 << 22  # bytes, about, over all peers
+_FRAME, _NOTE, _WORD = range(3)  # kinds: bytes of the core; nothing; why a rank has left
+_EVERYTHING, _NOBODY = 0, 1  # tags
+_PLACES = 8  # for frames of one peer
+_ALL_PLACES = 1 << 24  # bytes, about, over all peers
 _LEAST_FRAME, _LARGEST_FRAME = 1 << 14, 1 << 18
 _UNTOLD = 16  # frames that are taken until their sender is told, which else hears it by the way
 _LAST_WORD = timedelta(seconds=2)  # that bytes get to leave before a connection is closed
@@ -83,7 +83,7 @@ class GroupCommunicator(Communicator):
     """The ranks of `group`, on connections that nobody else uses. Making one is collective."""
 
     def __init__(self, group: dist.ProcessGroup | Circle, timeout: timedelta) -> None:
-        room = min(max(_ALL_PLACES // group.size(), _LEAST_FRAME), _LARGEST_FRAME)
+        room = min(max(_ALL_PLACES // _PLACES // group.size(), _LEAST_FRAME), _LARGEST_FRAME)
         super().__init__(group.rank(), group.size(), room - _HEAD.size - 1)
         self._names = list(group.ranks if isinstance(group, Circle) else range(self.size))
         self.title = (
@@ -100,6 +100,7 @@ class GroupCommunicator(Communicator):
         self._store = meet(group, self._names, timeout)
         self._waiting = RollCall(self._store, self.rank, self._names, timeout, "waited")
         self._lines: dict[int, _Line] = {}
+        self._nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
         self._gloo: Any = None
         if self.size > 1:
             self._connect(room)
@@ -117,14 +118,10 @@ class GroupCommunicator(Communicator):
         received, counts = self.all_gather(np.frombuffer(sendable(word).encode(), np.uint8))
         return [legible(part.tobytes()) for part in np.split(received, np.cumsum(counts)[:-1])]
 
-    def close(self, word: str = "", drops_step: bool = False) -> None:
-        """Leaves, for good. Peers that wait for us fail at once, and find `word` as the reason.
-
-        If this `drops_step`, so do those that have all they need to finish it.
-        """
+    def close(self, word: str = "") -> None:
+        """Leaves, for good. Peers that wait for us fail at once, and find `word` as the reason."""
         if self._gloo is not None and word:
-            kind = _GAVE_UP if drops_step else _LEFT
-            self._tell(kind, self._cause or f"rank {self._names[self.rank]} gave up: {word}")
+            self._tell(self._cause or f"rank {self._names[self.rank]} gave up: {word}")
         self.interrupt("is out of reach: the group is closed")
         self._lines.clear()
         self._gloo = None  # the last reference: this closes the connections
@@ -157,8 +154,8 @@ class GroupCommunicator(Communicator):
             attempt(line.sends.popleft()[1].wait)
         line.taken += 1
         content = memory[_HEAD.size : size]
-        if kind in (_GAVE_UP, _LEFT):
-            return self._hear(peer, kind, legible(content.tobytes()))
+        if kind == _WORD:
+            return self._hear(peer, legible(content.tobytes()))
         if kind == _FRAME:
             self.accept(peer, content)
         memory[: size + 1] = 0
@@ -174,7 +171,7 @@ class GroupCommunicator(Communicator):
         if seconds - self._asked > min(max(_SIGN_OF_LIFE, seconds / 10), 10 * _SIGN_OF_LIFE):
             self._asked = seconds
             for peer in self.awaited():
-                self._send(peer, _NOTE)  # Gloo knows whether the connection is still there
+                self._probe(peer)
 
     # ---- connections ----
 
@@ -193,7 +190,7 @@ class GroupCommunicator(Communicator):
                 self._promise(peer, place)
 
     def _promise(self, peer: int, place: torch.Tensor) -> None:
-        work, failure = attempt(lambda: self._gloo.recv([place], peer, 0))
+        work, failure = attempt(lambda: self._gloo.recv([place], peer, _EVERYTHING))
         if failure:
             return self._lose(peer, failure)
         self._lines[peer].places.append((place, work))
@@ -209,26 +206,32 @@ class GroupCommunicator(Communicator):
         _HEAD.pack_into(memory.data, 0, size, kind, line.taken)
         memory[_HEAD.size : size] = frame
         memory[size] = 1
-        work, failure = attempt(lambda: self._gloo.send([tensor], peer, 0))
+        work, failure = attempt(lambda: self._gloo.send([tensor], peer, _EVERYTHING))
         if failure:
             return self._lose(peer, failure)
         line.sends.append((tensor, work))
         line.sent += 1
         line.told = line.taken
 
+    def _probe(self, peer: int) -> None:
+        """Gloo knows whether the connection is still there; nobody ever takes this."""
+        if not self._lines[peer].gone:
+            _, failure = attempt(lambda: self._gloo.send([self._nothing], peer, _NOBODY))
+            if failure:
+                self._lose(peer, failure)
+
     def _others(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]
 
     # ---- peers that are lost ----
 
-    def _hear(self, peer: int, kind: int, cause: str) -> None:
+    def _hear(self, peer: int, cause: str) -> None:
         """The last word of a peer."""
         self._lines[peer].gone = True
         self._cause = self._cause or cause
         why = cause.removeprefix(f"rank {self._names[peer]} gave up: ")
         roll_call = self._roll_call() if _TIMED_OUT in cause else ""
-        how: Literal["gone", "gave_up"] = "gave_up" if kind == _GAVE_UP else "gone"
-        self.lose(peer, f"gave up: {why}{roll_call}", how)
+        self.lose(peer, f"gave up: {why}{roll_call}")
 
     def _lose(self, peer: int, failure: str) -> None:
         """A connection is gone. What the peer said before may be here, or in the store."""
@@ -248,7 +251,8 @@ class GroupCommunicator(Communicator):
         """Nothing came in time: peers that wait fail at once, and say that they were here."""
         silent = self.awaited() or self._others()
         waited = f"{_TIMED_OUT} waiting {self._timeout // timedelta(milliseconds=1)}ms"
-        self._tell(_GAVE_UP, f"rank {self._names[self.rank]} gave up: CommError: {waited}")
+        with_patience(self._waiting.answer)
+        self._tell(f"rank {self._names[self.rank]} gave up: CommError: {waited}")
         roll_call = self._roll_call()
         for peer in silent:
             self.lose(peer, f"is silent: {waited}{roll_call}")
@@ -260,12 +264,12 @@ class GroupCommunicator(Communicator):
         absent = with_patience(self._waiting.absent, patience)
         return f" ({explain(absent)})" if absent else ""
 
-    def _tell(self, kind: int, cause: str) -> None:
+    def _tell(self, cause: str) -> None:
         """The last word to all peers; by the store where a connection is full."""
         word = sendable(cause)[:_LONGEST_WORD]
         lines = {peer: line for peer, line in self._lines.items() if not line.gone}
         for peer in lines:
-            self._send(peer, kind, np.frombuffer(word.encode(), np.uint8))
+            self._send(peer, _WORD, np.frombuffer(word.encode(), np.uint8))
         told = [line for line in lines.values() if not line.gone]
         told.sort(key=lambda line: len(line.sends))  # those that will take it at once
         failures = [attempt(partial(line.sends[-1][1].wait, _LAST_WORD))[1] for line in told]

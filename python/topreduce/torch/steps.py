@@ -96,7 +96,7 @@ class Steps:
 
     def fail(self, error: Exception) -> Exception:
         """No further step is possible: releases peers that wait for us; returns what to raise."""
-        self._comm.close(f"{type(error).__name__}: {error}", drops_step=True)
+        self._comm.close(f"{type(error).__name__}: {error}")
         if isinstance(error, (CommError, WireError)):
             error = type(error)(f"{error}. Nothing more is exchanged until detach().")
         self.broken = error.with_traceback(None)
@@ -168,8 +168,8 @@ class Steps:
             task()
         except Exception as error:
             self._reducer.abandon()
-            # A caller's mistake found before anything was sent leaves the peers in step; and so does
-            # what all ranks have found.
+            # A caller's mistake found before anything was sent leaves the peers in step, and so
+            # does what all ranks have found.
             in_step = self._comm.all_hear and (self._comm.in_step or not step.begun)
             usable = isinstance(error, ValueError) and in_step
             step.error = error if usable else self.fail(error)
