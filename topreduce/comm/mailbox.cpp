@@ -111,6 +111,7 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame, Bytes* buffer) 
   ++version_;
   changed_.notify_all();
   if (!frame.empty() && frame[0] == kShortHead && from.heard) {
+    if (!from.places.empty()) from.places.back().bytes += frame.size();
     return read(peer, frame.subspan(1), buffer);
   }
   if (frame.size() < kFrameHead || load<std::uint16_t>(frame.data()) != kMagic) {
@@ -136,6 +137,7 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame, Bytes* buffer) 
       from.places.push_back({epoch, place});
     }
     from.places.back().differs |= flagged != kind;
+    from.places.back().bytes += frame.size();
   }
   read(peer, frame.subspan(kFrameHead), buffer);
 }
@@ -317,15 +319,22 @@ void Mailbox::check(int rank) const {
   const std::lock_guard lock(mutex_);
   for (std::size_t r = 0; r < peers_.size(); ++r) {
     const Peer& peer = peers_[r];
-    // Frames keep their order: what is missing of an epoch that its sender has left never comes.
-    const bool left = !expects_all_ && peer.expected > 0 && peer.epoch > epoch_;
     const bool gave_up = peer.loss == Loss::gave_up && peer.epoch >= epoch_;
-    const bool missed = peer.lost && (waits_for(peer) || gave_up);
-    if (r == at(rank) || !(left || missed)) continue;
+    if (r == at(rank) || !peer.lost || !(waits_for(peer) || gave_up)) continue;
     const std::string text = title(rank) + ", " + to_string(place_) + ": rank " + name(r) + " ";
-    if (left) throw WireError(text + "has gone on to " + to_string(peer.places.back().place));
     if (peer.loss == Loss::damaged) throw WireError(text + "sent " + peer.why);
     throw CommError(text + peer.why);
+  }
+}
+
+// Frames keep their order: what is missing of an epoch that its sender has left never comes.
+void Mailbox::check_left(int rank) const {
+  const std::lock_guard lock(mutex_);
+  for (std::size_t r = 0; r < peers_.size() && !expects_all_; ++r) {
+    const Peer& peer = peers_[r];
+    if (r == at(rank) || peer.expected == 0 || peer.epoch <= epoch_) continue;
+    throw WireError(title(rank) + ", " + to_string(place_) + ": rank " + name(r) +
+                    " has gone on to " + to_string(peer.places.back().place));
   }
 }
 
@@ -366,6 +375,15 @@ std::string Mailbox::places(int rank) const {
             (place != nullptr ? to_string(*place) : "not heard of");
   }
   return text;
+}
+
+std::uint64_t Mailbox::bytes_received_here() const {
+  const std::lock_guard lock(mutex_);
+  std::uint64_t bytes = 0;
+  for (const Peer& peer : peers_) {
+    if (const Stay* stay = stay_of(peer)) bytes += stay->bytes;
+  }
+  return bytes;
 }
 
 std::uint64_t Mailbox::bytes_received() const {

@@ -98,8 +98,10 @@ class TOPREDUCE_API Mailbox {
   void wait(std::uint64_t seen);
 
   /// Throws CommError or WireError if a peer is lost of whom something is expected, or that has
-  /// given up here; WireError too if it has gone on without sending what is expected.
+  /// given up here.
   void check(int rank) const;
+  /// Throws WireError if a peer has gone on without sending what is expected.
+  void check_left(int rank) const;
   /// From now on, and until the next `enter`, this rank waits to hear of every peer.
   void expect_all();
   /// Whether a peer is at another place, or has noticed one; its frames of this epoch say so.
@@ -111,6 +113,7 @@ class TOPREDUCE_API Mailbox {
   std::string title(int rank) const;
 
   std::uint64_t bytes_received() const;
+  std::uint64_t bytes_received_here() const;  ///< of this epoch
 
   /// Frees memory for messages far longer than those that came since the last call.
   void trim();
@@ -134,6 +137,7 @@ class TOPREDUCE_API Mailbox {
     std::uint32_t epoch = 0;
     Place place;
     bool differs = false;  // it knows of a rank that is elsewhere
+    std::uint64_t bytes = 0;
   };
   struct Peer {
     bool heard = false;        // of anything yet
