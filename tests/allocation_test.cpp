@@ -61,19 +61,33 @@ void operator delete(void* memory, std::align_val_t) noexcept {
 namespace topreduce::laws {
 namespace {
 
-constexpr int kWarmSteps = 30, kCountedSteps = 20;
+constexpr int kWarmSteps = 40, kCountedSteps = 20;
 
-/// Runs steps on one rank, `counting` from begin to finish of the last ones.
+/// In the warm steps everyone is late now and then: so all meet as many messages at once as there
+/// can be.
+void be_late(const Communicator& comm, int step, int place) {
+  if (step >= kWarmSteps || comm.size() == 1) return;
+  if (step % comm.size() != comm.rank() || step / comm.size() % 3 != place) return;
+  std::this_thread::sleep_for(std::chrono::milliseconds(2));
+}
+
+/// Runs steps on one rank, `counting` from begin to finish of the last ones. Parameters come in
+/// another order in every step.
 void run_steps(Reducer& reducer, Communicator& comm) {
   const Layout& layout = reducer.layout();
-  const Cut cut = per_parameter(layout);
+  Cut cut = per_parameter(layout);
   for (int s = 0; s < kWarmSteps + kCountedSteps; ++s) {
     Floats gradient = heavy_tailed(comm.rank(), s, layout);
+    std::ranges::shuffle(cut, std::mt19937(static_cast<unsigned>(10 * s + comm.rank())));
     counting = s >= kWarmSteps;
+    be_late(comm, s, 0);
     reducer.begin(comm);
-    for (std::size_t id = 0; id < layout.count(); ++id) {
-      reducer.add(cut[id], std::span(gradient).subspan(layout[id].offset, layout[id].size));
+    be_late(comm, s, 1);
+    for (const auto& ids : cut) {
+      const Parameter& parameter = layout[ids[0]];
+      reducer.add(ids, std::span(gradient).subspan(parameter.offset, parameter.size));
     }
+    be_late(comm, s, 2);
     reducer.finish();
     counting = false;
   }
@@ -97,6 +111,26 @@ TEST_P(Allocation, NoneInASteadyStep) {
     run_steps(mine, comm);
   });
   EXPECT_EQ(allocations, 0) << "on two ranks";
+}
+
+// Each parameter is an exchange of its own; which of them meet depends on the threads.
+TEST_P(Allocation, NoneWhereExchangesOverlap) {
+  const Layout layout({{"a.weight", {5000}},
+                       {"a.bias", {7}},
+                       {"none", {0}},
+                       {"b", {60, 50}},
+                       {"b.bias", {60}},
+                       {"c", {30, 90}}});
+  Spec spec = parse_spec(GetParam());
+  spec.settings["bucket_cap_mb"] = "0";
+  for (const int ranks : {2, 3}) {
+    allocations = 0;
+    run_ranks(ranks, [&](Communicator& comm) {
+      Reducer mine(layout, spec);
+      run_steps(mine, comm);
+    });
+    EXPECT_EQ(allocations, 0) << "on " << ranks << " ranks";
+  }
 }
 
 TEST(Allocation, NoneWithSeveralThreads) {

@@ -122,7 +122,7 @@ TEST(Comm, DamagedFramesAreFoundAndTheirSenderIsNamed) {
         damaging.all_gather(std::vector<std::byte>(20), inbox);
         ADD_FAILURE() << "no error";
       } catch (const WireError& error) {
-        EXPECT_NE(std::strstr(error.what(), "from rank 1: "), nullptr) << error.what();
+        EXPECT_NE(std::strstr(error.what(), "rank 1 sent "), nullptr) << error.what();
       }
     });
   }
@@ -172,7 +172,7 @@ bool names(const std::string& text, const std::string& part) {
 }
 
 std::string left(int rank) {
-  return "from rank " + std::to_string(rank) + ": it has left";
+  return "rank " + std::to_string(rank) + " has left";
 }
 
 class ThreadFailure : public testing::TestWithParam<CheckOnRanks> {

@@ -199,6 +199,47 @@ TEST(OkTopk, BalancingSpreadsTheSurvivors) {
   }
 }
 
+// Whatever there is to agree on: what ranks send on average does not grow with their number, but
+// for what stands around each message; nor does it on the busiest, if sums are spread evenly.
+TEST(OkTopkBytes, DoNotGrowWithTheRanks) {
+  constexpr std::size_t kSome = 1 << 18;
+  const Layout layout = one_parameter(kSome);
+  struct Bytes {
+    double mean = 0, most = 0;
+  };
+  const auto bytes = [&](int ranks, const char* balance) {
+    Cluster cluster(ranks, layout, std::string("ok_topk:density=0.02,values=fp32,") + balance);
+    std::vector<Bytes> steps(3);
+    for (std::size_t s = 0; s < steps.size(); ++s) {
+      const auto outcomes =
+          cluster.step(gradients_of(ranks, static_cast<int>(s),
+                                    [](int r, int step) { return skewed(r, step, kSome); }),
+                       one_bucket(layout));
+      for (const Outcome& outcome : outcomes) {
+        constexpr double kAround = 64;  // a seal, some numbers, the ends of a short payload
+        const double sent = static_cast<double>(outcome.stats.bytes_sent) -
+                            kAround * static_cast<double>(outcome.stats.messages);
+        steps[s].mean += sent / ranks;
+        steps[s].most = std::max(steps[s].most, sent);
+      }
+    }
+    return steps;
+  };
+  for (const char* settings : {"granularity=model,balance=1", "granularity=bucket,balance=1"}) {
+    const auto on_8 = bytes(8, settings);
+    for (const int ranks : {32, 64}) {
+      const auto on_many = bytes(ranks, settings);
+      // The first step is exact, and agrees on regions; the others cut where it did.
+      for (std::size_t s = 0; s < on_many.size(); ++s) {
+        SCOPED_TRACE(std::string(settings) + ", " + std::to_string(ranks) + " ranks, step " +
+                     std::to_string(s));
+        EXPECT_LT(on_many[s].mean, 1.25 * on_8[s].mean);
+        EXPECT_LT(on_many[s].most, 1.5 * on_8[s].most);
+      }
+    }
+  }
+}
+
 TEST(OkTopk, BalancingChangesNothingElse) {
   Cluster left(8, one_parameter(kEntries), spec_of("ok_topk", ",global_ratio=0.125,balance=0"));
   Cluster spread(8, one_parameter(kEntries), spec_of("ok_topk", ",global_ratio=0.125,balance=1"));

@@ -101,12 +101,15 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   std::size_t take_note(std::span<const std::size_t> parameters);
   Parcel& parcel_of(std::size_t parameter);
   void start_complete_buckets();
+  bool may_start(std::size_t bucket);
+  void go_on();
   void start(std::size_t bucket);
   Regime regime_of_step() const;
   Pending pending(const Parcel& parcel) const;
   feedback::Feedback& memory(const Parcel& parcel);
   Threads& threads() const;
   bool is_sound(const Parcel& parcel, const Pending& sight);
+  double weight_of(const Parcel& parcel, const exchange::Exchange& by) const;
   void exchange(Parcel& parcel);
   void progress();
   void wait_for_all();
@@ -165,6 +168,7 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   std::vector<std::size_t> missing_of;  // the same by bucket
   std::vector<char> started;            // the same
   std::size_t first_not_started = 0;    // bucket, in the order of the plan
+  std::size_t first_not_ended = 0;      // of those that this was asked of
   // Two for each bucket, compressed and kept; reused.
   std::vector<std::unique_ptr<Parcel>> parcels;
   std::vector<Parcel*> under_way;  // whose exchange has not ended
@@ -259,7 +263,7 @@ void Reducer::Inside::begin(Communicator& communicator, float scale) {
   missing_of.resize(plan.count());
   for (std::size_t b = 0; b < plan.count(); ++b) missing_of[b] = plan[b].size();
   started.assign(plan.count(), 0);
-  first_not_started = 0;
+  first_not_started = first_not_ended = 0;
   parcels.resize(2 * plan.count());
   for (std::size_t i = 0; i < parcels.size(); ++i) {
     if (!parcels[i]) parcels[i] = std::make_unique<Parcel>();
@@ -306,8 +310,11 @@ void Reducer::Inside::add(std::span<const std::size_t> parameters, std::span<flo
     held[id] = {on_device ? gradient : gradient.subspan(start, layout[id].size), most};
     start += layout[id].size;
   }
-  if (pipeline.granularity != Granularity::bucket) return;
-  start_complete_buckets();
+  if (pipeline.granularity == Granularity::bucket) go_on();
+}
+
+void Reducer::Inside::go_on() {
+  if (pipeline.granularity == Granularity::bucket) start_complete_buckets();
   progress();
 }
 
@@ -340,17 +347,27 @@ Parcel& Reducer::Inside::parcel_of(std::size_t parameter) {
 }
 
 // As they come, in any order. When more is under way than memory should hold, only the first of the
-// plan that has not started may: that one all ranks will start, so it will end. So it is with the
-// transport's own all-reduce, which all ranks must call in the same order.
+// plan that has not ended may start: that one all ranks start, or have ended, so it will end. The
+// transport's own all-reduce all ranks must call in the same order.
 void Reducer::Inside::start_complete_buckets() {
   for (std::size_t b = first_not_started; b < plan.count(); ++b) {
-    if (started[b] == 0 && missing_of[b] == 0 &&
-        (b == first_not_started || (weight_under_way < kMostUnderWay && !pipeline.native))) {
+    if (started[b] == 0 && missing_of[b] == 0 && may_start(b)) {
       started[b] = 1;
       start(b);
     }
     if (b == first_not_started && started[b] != 0) ++first_not_started;
   }
+}
+
+bool Reducer::Inside::may_start(std::size_t bucket) {
+  if (pipeline.native) return bucket == first_not_started;
+  if (weight_under_way < kMostUnderWay) return true;
+  while (first_not_ended < bucket && started[first_not_ended] != 0 &&
+         parcels[2 * first_not_ended]->task.done() &&
+         parcels[2 * first_not_ended + 1]->task.done()) {
+    ++first_not_ended;
+  }
+  return bucket == first_not_ended;
 }
 
 void Reducer::Inside::start(std::size_t bucket) {
@@ -417,6 +434,16 @@ bool Reducer::Inside::is_sound(const Parcel& parcel, const Pending& sight) {
   return sight.survey_gradients().within(of_gradients);
 }
 
+// Values that an exchange sends, or about as many.
+double Reducer::Inside::weight_of(const Parcel& parcel, const exchange::Exchange& by) const {
+  const bool chosen = pipeline.selector && &by == pipeline.exchange.get();
+  if (chosen) return static_cast<double>(parcel.selected.size());
+  const auto size = static_cast<double>(parcel.sight->size());
+  const auto model = static_cast<double>(std::max<std::size_t>(1, budget.model));
+  const double k = static_cast<double>(budget.entries) * size / model;
+  return std::min(size, by.cost(k, size, comm->size()).values);
+}
+
 void Reducer::Inside::exchange(Parcel& parcel) {
   if (parcel.segments.empty()) return;
   parcel.arrange();
@@ -454,7 +481,7 @@ void Reducer::Inside::exchange(Parcel& parcel) {
                     .run(sight, parcel.selected, budget, parcel.channel, parcel.delivery);
   if (under_way.empty()) under_way_since = std::chrono::steady_clock::now();
   under_way.push_back(&parcel);
-  parcel.weight = static_cast<double>(whole ? sight.size() : parcel.selected.size());
+  parcel.weight = weight_of(parcel, whole ? *dense : *pipeline.exchange);
   weight_under_way += parcel.weight;
   parcel.task.start();
   Stopwatch watch(running[Stage::network]);
@@ -488,10 +515,12 @@ void Reducer::Inside::wait_for_all() {
   for (;;) {
     const std::uint64_t seen = comm->version();
     start_complete_buckets();
+    const std::size_t before = under_way.size();
     progress();
     if (under_way.empty() && first_not_started == plan.count()) return;
-    if (under_way.empty()) continue;
+    if (under_way.empty() || under_way.size() < before) continue;  // others may start
     Stopwatch watch(running[Stage::network]);
+    comm->check_peers();
     comm->wait_for_any(seen);
   }
 }
@@ -518,7 +547,7 @@ void Reducer::Inside::finish() {
   }
   const comm::Traffic traffic = comm->traffic();
   running.bytes_sent = traffic.bytes_sent - traffic_before.bytes_sent;
-  running.bytes_received = traffic.bytes_received - traffic_before.bytes_received;
+  running.bytes_received = comm->bytes_received_here();
   running.messages = traffic.messages - traffic_before.messages;
   comm->settle();
   stats = running;
@@ -679,7 +708,9 @@ void Reducer::Inside::abandon() noexcept {
   for (const auto& parcel : parcels) {
     if (parcel) parcel->task = {};
   }
-  if (comm != nullptr) comm->leave();
+  // Once an exchange has started, peers may have heard of it, even if not from this rank.
+  const bool begun = std::ranges::find(started, char{1}) != started.end();
+  if (comm != nullptr && !begun) comm->leave();
   comm = nullptr;
 }
 
@@ -753,8 +784,7 @@ bool Reducer::progress() {
   if (inside_->comm == nullptr) return false;
   const FloatMode mode;
   try {
-    if (inside_->pipeline.granularity == Granularity::bucket) inside_->start_complete_buckets();
-    inside_->progress();
+    inside_->go_on();
     return !inside_->under_way.empty();
   } catch (...) {
     abandon();

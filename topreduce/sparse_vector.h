@@ -20,8 +20,12 @@ struct SparseVector {
   bool empty() const { return indices.empty(); }
   void clear() { resize(0); }
   void resize(std::size_t count) {
-    make_room(indices, count);
-    make_room(values, count);
+    // Counts of a handful vary by more than `make_room` foresees.
+    constexpr std::size_t kFew = 32;
+    if (count > indices.capacity() || count > values.capacity()) {
+      make_room(indices, count + kFew);
+      make_room(values, count + kFew);
+    }
     indices.resize(count);
     values.resize(count);
   }

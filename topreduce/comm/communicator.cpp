@@ -60,6 +60,7 @@ void Communicator::enter(const Place& place) {
   for (Outgoing& peer : outgoing_) peer.stream.clear();  // of a part that was broken off
   mailbox_->enter(place);
   collectives_before_ = std::exchange(collectives_, 0);
+  native_here_ = 0;
   sent_ = false;
   together_ = false;
 }
@@ -132,12 +133,14 @@ void Communicator::poll() {
   for (std::uint64_t seen = version();; seen = version()) {
     if (!receive_frames() || version() == seen) break;
   }
-  check_peers();
+  if (mailbox_->differs()) compare_places();
+  mailbox_->check(rank_);
 }
 
 void Communicator::check_peers() {
   if (mailbox_->differs()) compare_places();
   mailbox_->check(rank_);
+  mailbox_->check_left(rank_);
 }
 
 void Patience::pause() const {
@@ -176,8 +179,8 @@ void Communicator::compare_places() {
   for (;;) {
     const std::uint64_t seen = mailbox_->version();
     receive_frames();
-    mailbox_->check(rank_);
     if (mailbox_->heard_all(rank_)) break;
+    mailbox_->check(rank_);
     wait_for_any(seen);
   }
   together_ = true;
@@ -202,7 +205,7 @@ void Communicator::trim() {
 
 Traffic Communicator::traffic() const {
   Traffic traffic = traffic_;
-  traffic.bytes_received = mailbox_->bytes_received();
+  traffic.bytes_received += mailbox_->bytes_received();
   return traffic;
 }
 
@@ -337,9 +340,13 @@ void Communicator::native_all_reduce(std::span<float> values) {
   }
   if (size() == 1 || values.empty()) return;
   flush();
+  stay();
   do_native_all_reduce(values);
   // What a ring would send; how many bytes it really is the transport does not say.
-  traffic_.bytes_sent += 2 * values.size_bytes() * at(size() - 1) / at(size());
+  const std::uint64_t bytes = 2 * values.size_bytes() * at(size() - 1) / at(size());
+  traffic_.bytes_sent += bytes;
+  traffic_.bytes_received += bytes;
+  native_here_ += bytes;
   ++traffic_.messages;
 }
 

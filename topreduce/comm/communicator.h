@@ -89,8 +89,11 @@ class TOPREDUCE_API Communicator {
   }
   void release(const Tag& tag) { mailbox_->release(tag); }
 
-  /// Takes in what has come, without waiting.
+  /// Takes in what has come, without waiting. Who drops this part of the program, as others may
+  /// have done, need not know of them.
   void poll();
+  /// Before one waits: throws if what is expected will never come.
+  void check_peers();
   /// Sends what was posted, and waits until `count` messages of `tag` are here; any number of
   /// others may come in between, and `came` is called whenever some did.
   template <class Came>
@@ -134,6 +137,10 @@ class TOPREDUCE_API Communicator {
   virtual bool has_native_all_reduce() const { return false; }
 
   Traffic traffic() const;
+  /// Of the bytes received, those that belong to this place; some of them may have come before.
+  std::uint64_t bytes_received_here() const {
+    return mailbox_->bytes_received_here() + native_here_;
+  }
   Mailbox& mailbox() { return *mailbox_; }
 
  protected:
@@ -164,7 +171,6 @@ class TOPREDUCE_API Communicator {
   enum class Call : std::uint8_t { all_to_all = 1, all_gather, broadcast, barrier };
 
   void stay();
-  void check_peers();
   void compare_places();
   template <class PartFor>
   void gather(Call call, PartFor&& part_for, Inbox& inbox);
@@ -181,7 +187,8 @@ class TOPREDUCE_API Communicator {
   std::vector<Outgoing> outgoing_;  // by peer
   bool sent_ = true;                // anything since the last `enter`
   bool together_ = false;           // all ranks have ended this epoch
-  Traffic traffic_;
+  Traffic traffic_;                 // received: by native all-reduces alone
+  std::uint64_t native_here_ = 0;   // bytes received by them since the last `enter`
   std::uint32_t collectives_ = 0, collectives_before_ = 0;  // of this epoch and the last
   Inbox scratch_;
   std::vector<std::size_t> counts_;  // all_reduce: bytes of each rank's part

@@ -136,24 +136,9 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame, Bytes* buffer) 
   read(peer, frame.subspan(kFrameHead), buffer);
 }
 
-// What comes early counts once this rank is there: who is ahead is chance.
 void Mailbox::book(Peer& from, std::size_t bytes) {
-  if (from.epoch <= epoch_) {
-    bytes_received_ += bytes;
-  } else {
-    from.places.back().bytes += bytes;
-    early_ = true;
-  }
-}
-
-void Mailbox::book_early() {
-  if (!std::exchange(early_, false)) return;
-  for (Peer& peer : peers_) {
-    for (Stay& stay : peer.places) {
-      if (stay.epoch <= epoch_) bytes_received_ += std::exchange(stay.bytes, 0);
-      early_ |= stay.bytes > 0;
-    }
-  }
+  bytes_received_ += bytes;
+  if (!from.places.empty()) from.places.back().bytes += bytes;
 }
 
 void Mailbox::read(int peer, std::span<const std::byte> stream, Bytes* buffer) {
@@ -256,7 +241,6 @@ void Mailbox::enter(const Place& place) {
   const std::lock_guard lock(mutex_);
   before_ = std::exchange(place_, place);
   expects_all_ = false;
-  book_early();
   drop_before(epoch_);
   ++epoch_;
   expect_nothing();
@@ -264,7 +248,6 @@ void Mailbox::enter(const Place& place) {
 
 void Mailbox::stay() {
   const std::lock_guard lock(mutex_);
-  book_early();
   drop_before(epoch_);
 }
 
@@ -296,7 +279,6 @@ void Mailbox::expect_nothing() {
 
 void Mailbox::expect(const Tag& tag, int peer) {
   const std::lock_guard lock(mutex_);
-  book_early();
   Message& message = find_or_make(epoch_, tag).messages[at(peer)];
   if (message.here || message.expected) return;
   message.expected = true;
@@ -336,14 +318,21 @@ void Mailbox::check(int rank) const {
   const std::lock_guard lock(mutex_);
   for (std::size_t r = 0; r < peers_.size(); ++r) {
     const Peer& peer = peers_[r];
-    // Frames keep their order: what is missing of an epoch that its sender has left never comes.
-    const bool left = !expects_all_ && peer.expected > 0 && peer.epoch > epoch_;
-    const bool missed = peer.lost && waits_for(peer);
-    if (r == at(rank) || !(left || missed)) continue;
+    if (r == at(rank) || !peer.lost || !waits_for(peer)) continue;
     const std::string text = title(rank) + ", " + to_string(place_) + ": rank " + name(r) + " ";
-    if (left) throw WireError(text + "has gone on to " + to_string(peer.places.back().place));
     if (peer.loss == Loss::damaged) throw WireError(text + "sent " + peer.why);
     throw CommError(text + peer.why);
+  }
+}
+
+// Frames keep their order: what is missing of an epoch that its sender has left never comes.
+void Mailbox::check_left(int rank) const {
+  const std::lock_guard lock(mutex_);
+  for (std::size_t r = 0; r < peers_.size() && !expects_all_; ++r) {
+    const Peer& peer = peers_[r];
+    if (r == at(rank) || peer.expected == 0 || peer.epoch <= epoch_) continue;
+    throw WireError(title(rank) + ", " + to_string(place_) + ": rank " + name(r) +
+                    " has gone on to " + to_string(peer.places.back().place));
   }
 }
 
@@ -384,6 +373,15 @@ std::string Mailbox::places(int rank) const {
             (place != nullptr ? to_string(*place) : "not heard of");
   }
   return text;
+}
+
+std::uint64_t Mailbox::bytes_received_here() const {
+  const std::lock_guard lock(mutex_);
+  std::uint64_t bytes = 0;
+  for (const Peer& peer : peers_) {
+    if (const Stay* stay = stay_of(peer)) bytes += stay->bytes;
+  }
+  return bytes;
 }
 
 std::uint64_t Mailbox::bytes_received() const {

@@ -96,9 +96,10 @@ class TOPREDUCE_API Mailbox {
   /// Until the version is another one than `seen`.
   void wait(std::uint64_t seen);
 
-  /// Throws CommError or WireError if a peer is lost of whom something is expected; WireError too
-  /// if it has gone on without sending it.
+  /// Throws CommError or WireError if a peer is lost of whom something is expected.
   void check(int rank) const;
+  /// Throws WireError if a peer has gone on without sending what is expected.
+  void check_left(int rank) const;
   /// From now on, and until the next `enter`, this rank waits to hear of every peer.
   void expect_all();
   /// Whether a peer is at another place, or has noticed one; its frames of this epoch say so.
@@ -110,6 +111,7 @@ class TOPREDUCE_API Mailbox {
   std::string title(int rank) const;
 
   std::uint64_t bytes_received() const;
+  std::uint64_t bytes_received_here() const;  ///< of this epoch
 
   /// Frees memory for messages far longer than those that came since the last call.
   void trim();
@@ -132,8 +134,8 @@ class TOPREDUCE_API Mailbox {
   struct Stay {
     std::uint32_t epoch = 0;
     Place place;
-    bool differs = false;   // it knows of a rank that is elsewhere
-    std::size_t bytes = 0;  // that came before this rank was there
+    bool differs = false;  // it knows of a rank that is elsewhere
+    std::uint64_t bytes = 0;
   };
   struct Peer {
     bool heard = false;        // of anything yet
@@ -158,7 +160,6 @@ class TOPREDUCE_API Mailbox {
   void read(int peer, std::span<const std::byte> stream, Bytes* buffer);
   void finish_message(int peer);
   void book(Peer& from, std::size_t bytes);
-  void book_early();
   void drop(Slot& slot);
   void drop_before(std::uint32_t epoch);
   void expect_nothing();
@@ -176,7 +177,6 @@ class TOPREDUCE_API Mailbox {
   Place place_, before_;
   std::uint64_t version_ = 0;
   std::uint64_t bytes_received_ = 0;
-  bool early_ = false;       // some are in `places`
   std::size_t longest_ = 0;  // message since the last `trim`
   bool expects_all_ = false;
   std::string title_;

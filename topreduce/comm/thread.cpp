@@ -34,6 +34,10 @@ class ThreadRank final : public Communicator {
     std::ranges::fill(values, 0.0f);
     for (int r = size(); r-- > 0;) {
       const auto part = inbox_.from(r);
+      if (part.size() != values.size_bytes()) {
+        throw CommError("native all-reduce on rank " + std::to_string(rank()) + ": rank " +
+                        std::to_string(r) + " has another number of values");
+      }
       for (std::size_t i = 0; i < values.size(); ++i) {
         float value;
         std::memcpy(&value, part.data() + i * sizeof(float), sizeof(float));

@@ -120,7 +120,7 @@ Task all_reduce(Channel& channel, const Pending& pending, std::span<const Index>
     co_return;
   }
   const auto parts = comm::at(channel.ranks());
-  auto loan = channel.workspace().cuts.take();
+  auto loan = channel.workspace().cuts.take(channel.number());
   Cuts& cuts = *loan;
   cuts.clear();
   make_room(cuts, pending.segments().size() * parts + 1);
@@ -142,7 +142,7 @@ Task all_reduce(Channel& channel, std::span<float> values, std::span<float> sett
     co_return;
   }
   const auto parts = comm::at(channel.ranks());
-  auto loan = channel.workspace().cuts.take();
+  auto loan = channel.workspace().cuts.take(channel.number());
   Cuts& cuts = *loan;
   cuts.clear();
   for (std::size_t r = 0; r <= parts; ++r) cuts.push_back(values.size() * r / parts);

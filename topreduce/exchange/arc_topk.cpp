@@ -92,7 +92,7 @@ class ArcTopK final : public Exchange {
 
   Task run(const Pending& pending, const SparseVector&, const Budget& budget, Channel& channel,
            Delivery& delivery) override {
-    const auto work = works_.take();
+    const auto work = works_.take(channel.number());
     {
       Stopwatch watch(channel.seconds(Stage::look));
       sketch(pending, budget, *work);

@@ -27,6 +27,7 @@ void Channel::open(Communicator& comm, const Subject& subject, const Pending& pe
   values_ = subject.values;
   contents_ = Fingerprint().add(subject.parameters).add(pending.size()).long_value();
   disagreement_ = wire::Identity().disagreement;
+  chosen_ = false;
   parameters_.clear();
   for (const Segment& segment : pending.segments()) {
     parameters_.push_back({segment.start, segment.start + static_cast<Index>(segment.size())});
@@ -39,6 +40,7 @@ void Channel::open(Communicator& comm, const Subject& subject, const Pending& pe
 void Channel::expect_same(const Fingerprint& choice, const char* disagreement) {
   contents_ = Fingerprint().add(contents_).add(choice.long_value()).long_value();
   disagreement_ = disagreement;
+  chosen_ = true;
 }
 
 wire::Identity Channel::identity() const {
@@ -85,30 +87,35 @@ std::span<const std::byte> Channel::payload(const Round& round, int from) const 
 }
 
 // The fingerprint of the contents travels as numbers and their squares: the mean of squares is the
-// square of the mean only if all ranks have the same.
+// square of the mean only if all ranks have the same. They are so small that sums are exact. What
+// the ranks chose may have other lengths if it is not the same; so that is asked before.
 void Channel::reduce_natively(Buffer<float>& scratch, std::span<float> values) {
   if (ranks() == 1) return;
-  constexpr std::size_t kWords = 2;
-  const std::uint64_t hash = Fingerprint().add(contents_).add(values.size()).value();
-  scratch.assign(values.begin(), values.end());
+  constexpr std::size_t kWords = 4, kBits = 4;
+  const std::uint32_t hash = Fingerprint().add(contents_).add(values.size()).value();
   std::array<float, 2 * kWords> numbers;
   for (std::size_t i = 0; i < kWords; ++i) {
-    numbers[2 * i] = static_cast<float>(hash >> 8 * i & 0xff);
+    numbers[2 * i] = static_cast<float>(hash >> kBits * i & ((1u << kBits) - 1));
     numbers[2 * i + 1] = numbers[2 * i] * numbers[2 * i];
   }
-  scratch.insert(scratch.end(), numbers.begin(), numbers.end());
-  {
-    Stopwatch watch(seconds(Stage::network));
-    ++stats_->rounds;
-    comm_->native_all_reduce(scratch);
-  }
+  make_room(scratch, values.size() + numbers.size());
+  scratch.assign(numbers.begin(), numbers.end());
+  if (!chosen_) scratch.insert(scratch.end(), values.begin(), values.end());
+  add_up_natively(scratch);
   for (std::size_t i = 0; i < numbers.size(); ++i) {
-    if (scratch[values.size() + i] == numbers[i] * static_cast<float>(ranks())) continue;
+    if (scratch[i] == numbers[i] * static_cast<float>(ranks())) continue;
     throw WireError("rank " + std::to_string(rank()) + ", step " + std::to_string(subject_.step) +
                     ", bucket of parameter " + std::to_string(subject_.exchange) + ": " +
                     disagreement_);
   }
-  std::copy_n(scratch.begin(), values.size(), values.begin());
+  if (chosen_) return add_up_natively(values);
+  std::ranges::copy(std::span(scratch).subspan(numbers.size()), values.begin());
+}
+
+void Channel::add_up_natively(std::span<float> values) {
+  Stopwatch watch(seconds(Stage::network));
+  ++stats_->rounds;
+  comm_->native_all_reduce(values);
 }
 
 // ---- entries -----------------------------------------------------------------------------------
@@ -230,8 +237,8 @@ Channel::Round Channel::carry_to_all(const Round& came) {
 void Channel::read_carried(const Round& round, const RegionMap& regions, const SparseVector& own,
                            Parts& parts) {
   Stopwatch watch(seconds(Stage::unpack));
-  const auto some = workspace_->vectors.take();
-  const auto sums = workspace_->parts.take();  // of each sender so far, and what comes next
+  const auto some = workspace_->vectors.take(number());
+  const auto sums = workspace_->parts.take(number());  // of each sender so far, and what comes next
   parts.resize(at(ranks()));
   for (SparseVector& part : parts) part.clear();
   sums->resize(2);
@@ -281,6 +288,7 @@ void Channel::read(const Round& round, int from, SparseVector& entries) {
 void Channel::post_values(const Round& round, int to, std::span<const std::size_t> lengths,
                           std::span<const float> values, std::span<float> rounded) {
   workspace_->payload.clear();
+  make_room(workspace_->payload, kMostAround + 2 * lengths.size() + values.size_bytes());
   finite_ = wire::encode_values(values_, lengths, values, workspace_->payload, rounded) && finite_;
   if (to != kNobody) return post(round, to, workspace_->payload);
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "topreduce/comm/communicator.h"
+#include "topreduce/exchange/frame_pool.h"
 #include "topreduce/exchange/regions.h"
 #include "topreduce/fingerprint.h"
 #include "topreduce/pending.h"
@@ -18,7 +19,8 @@ namespace topreduce::exchange {
 
 using Parts = std::vector<SparseVector>;  ///< one for each rank
 
-/// Memory that the exchanges of a step share, one after the other or side by side.
+/// Memory that the exchanges of a step share, one after the other or side by side; what is lent
+/// belongs to the exchange of that number.
 struct Workspace {
   Pool<SparseVector> vectors;
   Pool<Parts> parts;
@@ -63,6 +65,8 @@ class Channel {
   /// The parameters, as pieces of the exchange.
   wire::Pieces parameters() const { return parameters_; }
   Workspace& workspace() { return *workspace_; }
+  std::uint32_t number() const { return subject_.exchange; }  ///< of the exchange
+  FramePool& frames() { return frames_; }
 
   /// From here on messages are stamped with the fingerprint of a choice that all ranks must have
   /// made alike; a message with another one is a WireError that says `disagreement`.
@@ -185,6 +189,7 @@ class Channel {
   template <class Read>
   void read_each(const Round& round, Read&& read);
   [[noreturn]] void refuse(int from, const char* what) const;
+  void add_up_natively(std::span<float> values);
 
   Communicator* comm_ = nullptr;
   StepStats* stats_ = nullptr;
@@ -196,10 +201,12 @@ class Channel {
   const char* disagreement_ = nullptr;
   std::vector<wire::Piece> parameters_;
   std::uint32_t rounds_ = 0;
-  Bytes carried_;  // what this rank carries for others
+  bool chosen_ = false;  // the ranks chose something together
+  Bytes carried_;        // what this rank carries for others
   bool finite_ = true;
   std::coroutine_handle<> waiting_;
   Round awaited_{};
+  FramePool frames_;
 };
 
 template <class Read>

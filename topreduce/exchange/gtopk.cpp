@@ -34,9 +34,10 @@ class GTopk final : public Exchange {
         budget.exchanges == Budget::Exchanges::one || budget.entries >= budget.model;
     const int rank = channel.rank(), ranks = channel.ranks(), rounds = rounds_up(ranks);
     Workspace& work = channel.workspace();
-    const auto sum = work.vectors.take(), rounded = work.vectors.take();
+    const auto sum = work.vectors.take(channel.number()),
+               rounded = work.vectors.take(channel.number());
     // What changes on this rank's way: its own entries, then all that it cuts and rounds.
-    const auto changes = work.parts.take();
+    const auto changes = work.parts.take(channel.number());
     changes->resize(comm::at(rounds) + 2);
     for (SparseVector& change : *changes) change.clear();
     (*changes)[0].assign(selected);
@@ -61,7 +62,7 @@ class GTopk final : public Exchange {
       merge(pending, at_once ? budget.entries : 0, *sum, (*changes)[comm::at(round) + 1]);
     }
     // The root rounds for everyone; the others hand on what they got as it came.
-    const auto payload = work.payloads.take();
+    const auto payload = work.payloads.take(channel.number());
     payload->clear();
     if (rank == 0) {
       changes->back().assign(*sum);

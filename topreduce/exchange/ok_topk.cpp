@@ -35,8 +35,9 @@
 namespace topreduce::exchange {
 namespace {
 
-constexpr double kFarOff = 2;    // counts beyond this factor of the budget are far off
-constexpr double kShown = 0.75;  // of the cut: down to here sums are shown at an exact step
+constexpr std::size_t kFewest = 16;  // entries of one rank that another carries
+constexpr double kFarOff = 2;        // counts beyond this factor of the budget are far off
+constexpr double kShown = 0.75;      // of the cut: down to here sums are shown at an exact step
 constexpr char kOtherState[] =
     "the ranks hand over different parameters (all must add the same ones in every step), "
     "or do not share one cut and one set of regions (load states of the same step on all)";
@@ -101,9 +102,11 @@ class OkTopk final : public Exchange {
   Task run(const Pending& pending, const SparseVector& selected, const Budget&, Channel& channel,
            Delivery& delivery) override {
     Workspace& work = channel.workspace();
-    const auto regions = work.regions.take();
-    const auto sent = work.vectors.take(), reduced = work.vectors.take();
-    const auto rounding = work.vectors.take(), rounded = work.vectors.take();
+    const auto regions = work.regions.take(channel.number());
+    const auto sent = work.vectors.take(channel.number()),
+               reduced = work.vectors.take(channel.number());
+    const auto rounding = work.vectors.take(channel.number()),
+               rounded = work.vectors.take(channel.number());
     const auto own = comm::at(channel.rank());
     const std::size_t ranks = comm::at(channel.ranks());
 
@@ -116,7 +119,7 @@ class OkTopk final : public Exchange {
                             .add(agree_),
                         kOtherState);
     if (agree_) {
-      const auto bounds = bounds_.take();
+      const auto bounds = bounds_.take(channel.number());
       regions_.propose(pending.segments(), selected, *bounds);
       const wire::Values given = channel.set_values(wire::Values::fp32);
       co_await all_reduce(channel, *bounds, {});
@@ -150,7 +153,10 @@ class OkTopk final : public Exchange {
 
     // Gather.
     if (control_.balance > 0 && crowded && ranks > 1) {
-      deal_out(*rounding, regions->pieces, own, channel.values_per_scale(), outgoing_);
+      // Not less than some entries to each: what stands around them travels to everyone, too.
+      const std::size_t together = channel.values_per_scale();
+      const std::size_t grain = (kFewest + together - 1) / together * together;
+      deal_out(*rounding, regions->pieces, own, grain, outgoing_);
       const auto to_carriers = channel.send_to_carriers(outgoing_, *regions, rounded_);
       work.adder.add(rounded_, pending.size(), *rounded);
       co_await channel.arrival(to_carriers);

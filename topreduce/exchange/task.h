@@ -3,43 +3,11 @@
 #include <coroutine>
 #include <cstddef>
 #include <exception>
-#include <new>
 #include <utility>
-#include <vector>
+
+#include "topreduce/exchange/frame_pool.h"
 
 namespace topreduce::exchange {
-
-/// Memory of coroutines that have ended, for the next ones: a steady step allocates nothing.
-class FramePool {
- public:
-  ~FramePool() {
-    for (const Spare& spare : spares_) ::operator delete(spare.memory);
-  }
-
-  void* allocate(std::size_t size) {
-    for (Spare& spare : spares_) {
-      if (spare.size != size) continue;
-      void* const memory = spare.memory;
-      spare = spares_.back();
-      spares_.pop_back();
-      return memory;
-    }
-    return ::operator new(size);
-  }
-  void release(void* memory, std::size_t size) { spares_.push_back({memory, size}); }
-
-  static FramePool& of_this_thread() {
-    thread_local FramePool pool;
-    return pool;
-  }
-
- private:
-  struct Spare {
-    void* memory;
-    std::size_t size;
-  };
-  std::vector<Spare> spares_;
-};
 
 /// An exchange, or a part of one, that is written as one text and stops wherever it waits for
 /// peers. It starts when it is first resumed or awaited. Destroying it breaks it off.
@@ -64,11 +32,20 @@ class [[nodiscard]] Task {
     void return_void() {}
     void unhandled_exception() { error = std::current_exception(); }
 
-    static void* operator new(std::size_t size) {
-      return FramePool::of_this_thread().allocate(size);
+    // Among the arguments of the coroutine is the channel, which has memory for it.
+    template <class... Arguments>
+    static void* operator new(std::size_t size, Arguments&... arguments) {
+      FramePool* pool = nullptr;
+      (find_frames(arguments, pool), ...);
+      return FramePool::allocate(size, pool);
     }
     static void operator delete(void* memory, std::size_t size) {
-      FramePool::of_this_thread().release(memory, size);
+      FramePool::release(memory, size);
+    }
+
+    template <class Argument>
+    static void find_frames(Argument& argument, FramePool*& pool) {
+      if constexpr (requires { pool = &argument.frames(); }) pool = &argument.frames();
     }
 
     std::coroutine_handle<> caller = std::noop_coroutine();

@@ -27,9 +27,10 @@ class TopkDsa final : public Exchange {
   Task run(const Pending& pending, const SparseVector& selected, const Budget&, Channel& channel,
            Delivery& delivery) override {
     Workspace& work = channel.workspace();
-    const auto regions = work.regions.take();
-    const auto sent = work.vectors.take(), rounding = work.vectors.take();
-    const auto rounded = work.vectors.take();
+    const auto regions = work.regions.take(channel.number());
+    const auto sent = work.vectors.take(channel.number()),
+               rounding = work.vectors.take(channel.number());
+    const auto rounded = work.vectors.take(channel.number());
     regions_.map(pending.segments(), channel.ranks(), *regions);
     outgoing_.resize(comm::at(channel.ranks()));
     split(selected, regions->pieces, outgoing_);
