@@ -164,7 +164,7 @@ inline void barrier_waits_for_the_last(Communicator& comm) {
 
 /// The counters at a moment when nothing is under way between any ranks. Until the next such
 /// moment rank 0 sends and receives a message of kQuiet bytes for each other rank, they one each.
-constexpr std::size_t kFrame = 1, kQuiet = kFrame + 3;
+constexpr std::size_t kQuiet = 3;
 inline Traffic quiet_traffic(Communicator& comm) {
   constexpr Tag kDone{1, 0}, kGo{2, 0};
   if (comm.rank() != 0) {
@@ -199,10 +199,9 @@ void expect_traffic(Communicator& comm, const char* name, std::size_t sent, std:
   EXPECT_EQ(after.rounds - before.rounds, rounds) << name;
 }
 
-/// What a collective sends for so many bytes: the short head of a frame, exchange, round, length,
-/// call.
+/// What a collective sends for so many bytes: exchange, round, length, call.
 constexpr std::size_t framed(std::size_t bytes) {
-  return kFrame + 5 + 1 + (bytes + 1 < 128 ? 1 : 2) + 1 + bytes;
+  return 5 + 1 + (bytes + 1 < 128 ? 1 : 2) + 1 + bytes;
 }
 
 inline void traffic_is_exact(Communicator& comm) {

@@ -302,17 +302,17 @@ TEST(Mailbox, ALostPeerIsMissedWhereItIsExpected) {
 
 // ---- other threads -----------------------------------------------------------------------------
 
-TEST(Mailbox, TellsOfWhomSomethingIsExpected) {
+TEST(Mailbox, TellsWhomItWaitsFor) {
   Mailbox mailbox(4);
   const Tag tag{0, 0};
-  EXPECT_EQ(mailbox.awaited(), std::vector<int>());
+  EXPECT_EQ(mailbox.awaited(), std::vector<int>{});
   mailbox.expect(tag, 1);
   mailbox.expect(tag, 3);
   EXPECT_EQ(mailbox.awaited(), (std::vector<int>{1, 3}));
   mailbox.lose(1, Loss::gone, "left");
   EXPECT_EQ(mailbox.awaited(), std::vector<int>{3});
   mailbox.accept(3, frame(0, message(tag, "here"), {}));
-  EXPECT_EQ(mailbox.awaited(), std::vector<int>());
+  EXPECT_EQ(mailbox.awaited(), std::vector<int>{});
 }
 
 TEST(Mailbox, WakesWhoWaits) {
@@ -332,7 +332,7 @@ TEST(Mailbox, WakesWhoWaits) {
 
 // As a transport with a thread of its own: one receives what is expected, and the rank waits.
 TEST(Mailbox, AThreadPassesOnWhatIsExpected) {
-  constexpr std::uint32_t kRounds = 200;
+  constexpr int kRounds = 200;
   Mailbox mailbox(3);
   std::jthread receiver([&](const std::stop_token& stop) {
     std::vector<std::uint32_t> next(3, 0);  // by peer: its round

@@ -16,9 +16,11 @@ namespace topreduce::laws {
 namespace {
 
 // What stands around a payload: a seal and three short numbers, the last of them its length; and
-// the head of a frame, which is long once a step and peer.
+// once a step and peer the head of a frame.
 constexpr std::size_t kLeastHead = wire::kSealBytes + 3, kMostHead = wire::kSealBytes + 5;
-constexpr std::size_t kFrame = 1, kFirstFrame = comm::Mailbox::kFrameHead;
+constexpr std::size_t kFirstFrame = comm::Mailbox::kFrameHead;
+// Before entries, how many values there are.
+constexpr std::size_t kCount = sizeof(std::uint32_t);
 // A vote: its payload, and a long number for the exchange.
 constexpr std::size_t kVote = 20 + kLeastHead + 4;
 
@@ -30,7 +32,7 @@ std::size_t collective(std::size_t bytes) {
 /// What a payload takes if there is nothing to say.
 std::size_t empty_payload() {
   SparseVector none;
-  Bytes entries, values;
+  Bytes entries(kCount), values;
   wire::encode_entries(wire::Values::fp32, {}, none, entries, none);
   wire::encode_values(wire::Values::fp32, {}, {}, values, {});
   return std::max(entries.size(), values.size());
@@ -157,19 +159,19 @@ TEST_P(Stats, BytesFollowTheCostFormula) {
       const auto peers = static_cast<std::uint64_t>(ranks * (ranks - 1));
       const double values = ranks * (cost.values + cost_kept.values);
       const double indices = ranks * cost.indices;
-      const auto heads = [&](std::size_t head, std::size_t frame) {
-        return static_cast<double>(peers * (rounds * (head + frame) + kFirstFrame + kVote));
+      const auto heads = [&](std::size_t head) {
+        return static_cast<double>(peers * (rounds * head + kFirstFrame + kVote));
       };
       EXPECT_EQ(outcomes[0].stats.rounds, rounds + 1);  // and the vote
       for (const Outcome& outcome : outcomes) {
         EXPECT_EQ(outcome.stats.messages, (rounds + 1) * static_cast<std::uint64_t>(ranks - 1));
       }
-      EXPECT_GE(static_cast<double>(sent), heads(kLeastHead, 0) + least * values) << "step " << s;
+      EXPECT_GE(static_cast<double>(sent), heads(kLeastHead) + least * values) << "step " << s;
       // A scale, the end of a byte and two bits of extent for each parameter; a bit for each place.
       const auto parameters = static_cast<double>(rounds * peers * (3 * layout_.count() + 3));
       const double places = indices > 0 ? static_cast<double>(peers) * n / 8 : 0;
-      EXPECT_LE(static_cast<double>(sent), heads(kMostHead + empty_payload(), kFrame) +
-                                               most * values + indices + parameters + places)
+      EXPECT_LE(static_cast<double>(sent),
+                heads(kMostHead + empty_payload()) + most * values + indices + parameters + places)
           << "step " << s;
     }
   }
@@ -191,13 +193,13 @@ TEST(Stats, TopkSendsItsMessageToEveryPeer) {
       if (std::abs(gradients[r][i]) < magnitudes[199]) continue;
       entries.push_back(static_cast<Index>(i), gradients[r][i]);
     }
-    Bytes payload;
+    Bytes payload(kCount);
     const wire::Piece whole[] = {{0, 20000}};
     wire::encode_entries(wire::Values::fp32, whole, entries, payload, entries);
     const std::size_t message = kFirstFrame + kLeastHead + 1 + payload.size();  // a longer length
     EXPECT_EQ(outcomes[r].stats.selected, 200);
     EXPECT_EQ(outcomes[r].stats.messages, 4);
-    EXPECT_EQ(outcomes[r].stats.bytes_sent, 2 * (message + kFrame + kVote));
+    EXPECT_EQ(outcomes[r].stats.bytes_sent, 2 * (message + kVote));
   }
 }
 

@@ -14,6 +14,7 @@ using comm::at;
 namespace {
 
 constexpr std::size_t kCountBytes = sizeof(std::uint32_t);
+constexpr std::size_t kMostAround = 64;  // bytes that stand around values, or about so many
 
 }  // namespace
 
