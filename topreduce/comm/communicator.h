@@ -199,9 +199,10 @@ void Communicator::wait(const Tag& tag, std::size_t count, Came&& came) {
   flush();
   for (;;) {
     const std::uint64_t seen = version();
-    check_peers();
+    const bool done = arrived(tag) >= count;
+    check_peers();  // after that: what has arrived may be of another place
     came();
-    if (arrived(tag) >= count) return;
+    if (done) return;
     wait_for_any(seen);
   }
 }
