@@ -48,44 +48,52 @@ nb::object view(std::span<const std::byte> bytes) {
 }
 
 // Memory that frames come into by themselves: by rank, places that are filled in turn. Looking at
-// it takes no lock of Python's.
+// it takes no lock of Python's. A place begins with its size, and behind so many bytes it ends with
+// the mark of a rank's n-th frame, which no frame before had.
 class Places {
  public:
-  // Each place: size, 32 bits | ... | a byte that is not 0, behind the first `size` bytes
-  explicit Places(Blocks blocks) : blocks_(std::move(blocks)), next_(blocks_.shape(0)) {
-    if (blocks_.shape(1) == 0 || blocks_.shape(2) < 2 * sizeof(std::uint32_t)) {
+  explicit Places(Blocks blocks) : blocks_(std::move(blocks)), taken_(blocks_.shape(0)) {
+    if (blocks_.shape(1) == 0 || blocks_.shape(2) < sizeof(std::uint32_t) + sizeof(std::uint64_t)) {
       throw std::invalid_argument("watch: there must be room for at least one frame of each rank");
     }
   }
 
   // A rank whose next place is full, and moves on to the one behind it.
   std::optional<int> take() {
-    for (std::size_t rank = 0; rank < next_.size(); ++rank) {
-      if (!full(place(rank))) continue;
-      next_[rank] = (next_[rank] + 1) % blocks_.shape(1);
+    for (std::size_t rank = 0; rank < taken_.size(); ++rank) {
+      if (!is_full(rank)) continue;
+      ++taken_[rank];
       return static_cast<int>(rank);
     }
     return std::nullopt;
   }
 
  private:
-  const std::uint8_t* place(std::size_t rank) const {
-    return blocks_.data() + (rank * blocks_.shape(1) + next_[rank]) * blocks_.shape(2);
-  }
-  bool full(const std::uint8_t* start) const {
-    std::array<std::uint8_t, sizeof(std::uint32_t)> bytes;
-    for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = look(start + i);
-    const std::uint32_t size = std::uint32_t{bytes[0]} | std::uint32_t{bytes[1]} << 8 |
-                               std::uint32_t{bytes[2]} << 16 | std::uint32_t{bytes[3]} << 24;
+  static constexpr std::uint64_t kMark = 0x9E3779B97F4A7C15;
+
+  bool is_full(std::size_t rank) const {
+    const std::size_t place = taken_[rank] % blocks_.shape(1);
+    const auto* start = blocks_.data() + (rank * blocks_.shape(1) + place) * blocks_.shape(2);
+    const auto size = look<std::uint32_t>(start);
+    if (size == 0) return false;
     // One that cannot be is for the transport to refuse.
-    return size != 0 && (size >= blocks_.shape(2) || look(start + size) != 0);
+    if (size > blocks_.shape(2) - sizeof(std::uint64_t)) return true;
+    return look<std::uint64_t>(start + size) == (taken_[rank] + 1) * kMark;
   }
-  static std::uint8_t look(const std::uint8_t* byte) {
-    return std::atomic_ref(*const_cast<std::uint8_t*>(byte)).load(std::memory_order_acquire);
+
+  // Lowest byte first, while another thread may be writing.
+  template <class T>
+  static T look(const std::uint8_t* bytes) {
+    T value = 0;
+    for (std::size_t i = 0; i < sizeof(T); ++i) {
+      std::atomic_ref byte(*const_cast<std::uint8_t*>(bytes + i));
+      value |= static_cast<T>(static_cast<T>(byte.load(std::memory_order_acquire)) << 8 * i);
+    }
+    return value;
   }
 
   Blocks blocks_;
-  std::vector<std::size_t> next_;  // by rank
+  std::vector<std::uint64_t> taken_;  // frames, by rank
 };
 
 // It subclasses Communicator and implements send_frame. Its methods are called with the GIL, from
@@ -411,8 +419,10 @@ void bind_comm(nb::module_& module) {
             written_in_python(self).watch(std::move(blocks));
           },
           "blocks"_a.none(), nb::sig("def watch(self, blocks: " BYTES " | None) -> None"),
-          "Look for frames in memory, by rank and place, and call receive_frame for each. A place "
-          "is\nfull if its first 32 bits are a size and the byte behind so many is not 0.");
+          "Look for frames in memory, by rank and place, and call receive_frame for each. The n-th "
+          "of a\nrank is there once the first 32 bits of its place are a size, and the 64 behind "
+          "so "
+          "many bytes\nare n * 0x9E3779B97F4A7C15.");
   module.attr("T") = nb::type_var("T");
   module.def("run_ranks", &run_ranks, "ranks"_a, "body"_a,
              nb::sig("def run_ranks(ranks: int, body: collections.abc.Callable[[Communicator], T]) "

@@ -4,9 +4,10 @@ Gloo fills memory that was promised to it, in a thread of its own. So every peer
 places before it sends anything, and the core looks at them without waiting: a thread that waits in
 Gloo is released by nobody but the peer, and a time-out there breaks all connections. A place holds
 
-    size, 32 bits | kind, 32 bits | frames that came the other way, 64 bits | the frame | 1
+    size, 32 bits | kind, 32 bits | frames that came the other way, 64 bits | the frame | mark
 
-and is whole once the 1 is there. The places are zeros before, and Gloo fills them in order.
+The size is 0 before, and the mark is another one for every frame: Gloo fills memory in order, so
+with the right mark all of it is there.
 """
 
 import struct
@@ -36,7 +37,7 @@ from topreduce.torch.roll_call import RollCall, explain
 
 Bytes = NDArray[np.uint8]
 
-_HEAD = struct.Struct("<IIQ")
+_HEAD, _MARK = struct.Struct("<IIQ"), struct.Struct("<Q")
 _FRAME, _NOTE, _WORD = range(3)  # kinds: bytes of the core; nothing; why a rank has left
 _EVERYTHING, _NOBODY = 0, 1  # tags
 _PLACES = 8  # for frames of one peer
@@ -84,7 +85,7 @@ class GroupCommunicator(Communicator):
 
     def __init__(self, group: dist.ProcessGroup | Circle, timeout: timedelta) -> None:
         room = min(max(_ALL_PLACES // _PLACES // group.size(), _LEAST_FRAME), _LARGEST_FRAME)
-        super().__init__(group.rank(), group.size(), room - _HEAD.size - 1)
+        super().__init__(group.rank(), group.size(), room - _HEAD.size - _MARK.size)
         self._names = list(group.ranks if isinstance(group, Circle) else range(self.size))
         self.title = (
             group.title if isinstance(group, Circle) else f"rank {self.rank} of {self.size}"
@@ -147,7 +148,7 @@ class GroupCommunicator(Communicator):
             return self._lose(peer, failure)
         memory = place.numpy()
         size, kind, taken = _HEAD.unpack_from(memory.data)
-        if not _HEAD.size <= size < memory.size or taken > line.sent:
+        if not _HEAD.size <= size <= memory.size - _MARK.size or taken > line.sent:
             line.gone = True
             return self.lose(peer, "a frame that is none of topreduce's", "damaged")
         while line.sent - len(line.sends) < taken:  # the peer has these
@@ -158,7 +159,7 @@ class GroupCommunicator(Communicator):
             return self._hear(peer, legible(content.tobytes()))
         if kind == _FRAME:
             self.accept(peer, content)
-        memory[: size + 1] = 0
+        memory[:4] = 0
         self._promise(peer, place)
         if line.taken - line.told >= _UNTOLD:
             self._send(peer, _NOTE)
@@ -201,11 +202,11 @@ class GroupCommunicator(Communicator):
         if line is None or line.gone:
             return
         size = _HEAD.size + frame.size
-        tensor = torch.empty(size + 1, dtype=torch.uint8, device="cpu")
+        tensor = torch.empty(size + _MARK.size, dtype=torch.uint8, device="cpu")
         memory = tensor.numpy()
         _HEAD.pack_into(memory.data, 0, size, kind, line.taken)
         memory[_HEAD.size : size] = frame
-        memory[size] = 1
+        _MARK.pack_into(memory.data, size, _mark(line.sent + 1))
         work, failure = attempt(lambda: self._gloo.send([tensor], peer, _EVERYTHING))
         if failure:
             return self._lose(peer, failure)
@@ -236,7 +237,7 @@ class GroupCommunicator(Communicator):
     def _lose(self, peer: int, failure: str) -> None:
         """A connection is gone. What the peer said before may be here, or in the store."""
         line = self._lines[peer]
-        while not line.gone and line.places and _is_whole(line.places[0][0]):
+        while not line.gone and line.places and _is_whole(line.places[0][0], line.taken + 1):
             self.receive_frame(peer)
         if line.gone:
             return
@@ -279,11 +280,17 @@ class GroupCommunicator(Communicator):
             line.gone = True
 
 
-def _is_whole(place: torch.Tensor) -> bool:
-    """Whether a frame has come, and Gloo can be asked for it."""
+def _is_whole(place: torch.Tensor, number: int) -> bool:
+    """Whether a peer's frame of this number has come."""
     memory = place.numpy()
     size, _, _ = _HEAD.unpack_from(memory.data)
-    return 0 < size < memory.size and bool(memory[size])
+    fits = 0 < size <= memory.size - _MARK.size
+    return fits and bool(_MARK.unpack_from(memory.data, size)[0] == _mark(number))
+
+
+def _mark(number: int) -> int:
+    """As the core knows it, see Communicator.watch."""
+    return number * 0x9E3779B97F4A7C15 % (1 << 64)
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
