@@ -1,7 +1,7 @@
-// scale_bench: what a rank sends in a step, by the number of ranks, which are threads of this process.
-// 1 M entries in 40 parameters, k = 10 000. Kinds of steps: ordinary; `exact`, in which ok_topk finds
-// its threshold anew; `regions`, in which it also agrees on regions. --ranks 8,64 for others than
-// 8, 64 and 256.
+// scale_bench: what a rank sends in a step, by the number of ranks, which are threads of this
+// process. 1 M entries in 40 parameters, k = 10 000. Kinds of steps: ordinary; `exact`, in which
+// ok_topk finds its threshold anew; `regions`, in which it also agrees on regions. --ranks 8,64 for
+// others than 8, 64 and 256.
 
 #include <algorithm>
 #include <array>
@@ -103,8 +103,8 @@ void run_all(std::span<const int> ranks) {
   std::printf("\n|---|");
   for (std::size_t i = 0; i < 3 * ranks.size(); ++i) std::printf("---|");
   std::printf("\n");
-  const std::string kinds_of = ",exchange=(ok_topk:period=" + std::to_string(kPeriod) +
-                               ",tau=" + std::to_string(kTau) + ")";
+  const std::string kinds_of =
+      ",exchange=(ok_topk:period=" + std::to_string(kPeriod) + ",tau=" + std::to_string(kTau) + ")";
   for (const char* granularity : {"bucket", "model"}) {
     const std::string settings = std::string(":density=0.01,granularity=") + granularity;
     const auto row = [&](const char* method, const std::string& more = {}) {
@@ -125,7 +125,8 @@ int main(int count, char** arguments) {
   if (count == 3 && std::string_view(arguments[1]) == "--ranks") {
     ranks.clear();
     std::istringstream words(arguments[2]);
-    for (std::string word; std::getline(words, word, ',');) ranks.push_back(std::atoi(word.c_str()));
+    for (std::string word; std::getline(words, word, ',');)
+      ranks.push_back(std::atoi(word.c_str()));
   } else if (count != 1) {
     std::fprintf(stderr, "usage: scale_bench [--ranks 8,64,256]\n");
     return 2;
