@@ -134,7 +134,7 @@ TEST_P(Grouping, MayDifferByRankAndStep) {
     const auto got = meet(tried.reducers(), [&](Reducer& reducer, Communicator& comm) {
       Outcome outcome;
       const auto rank = static_cast<std::size_t>(comm.rank());
-      const Order order = shuffled(layout_.count(), static_cast<unsigned>(10 * s) + comm.rank());
+      const Order order = shuffled(layout_.count(), static_cast<unsigned>(10 * s + comm.rank()));
       outcome.gradient = given[rank];
       std::vector<Floats> groups;
       reducer.begin(comm);
@@ -239,7 +239,7 @@ TEST(Buckets, StartWhenTheyAreComplete) {
     reducer.begin(comm);
     const std::uint64_t before = comm.traffic().messages;
     std::vector<std::uint64_t> messages;
-    for (const std::size_t id : {2, 3, 0, 1}) {  // buckets are 3, 2, 1, 0
+    for (const std::size_t id : {2u, 3u, 0u, 1u}) {  // buckets are 3, 2, 1, 0
       const std::size_t ids[] = {id};
       reducer.add(ids, std::span(gradient).subspan(layout[id].offset, layout[id].size));
       messages.push_back(comm.traffic().messages - before);
