@@ -38,7 +38,7 @@ def call_alone(rank: Rank, settings: dict[str, Any]) -> str:
 
     # load_state_dict is noticed by the next step.
     others = "; ".join(f"rank {r}: step 3, exchange 1" for r in range(1, rank.ranks))
-    loaded = r"rank 0: the beginning of step 3, soon after attach\(\) or load_state_dict\(\)"
+    loaded = r"rank 0: step 3, its beginning, soon after attach\(\) or load_state_dict\(\)"
     if rank.rank == 0:
         sync.load_state_dict(state)
     for _ in range(2):  # and again, until the others have loaded as well
@@ -50,7 +50,7 @@ def call_alone(rank: Rank, settings: dict[str, Any]) -> str:
     run.train(range(3, 4))
 
     # Changes are told of at once; the other ranks drop the step they are in.
-    others = others.replace("step 3", "step 4")
+    others = "; ".join(f"rank {r}: step 4, [^;]*" for r in range(1, rank.ranks))
     calls = {
         r"configure\(\)": lambda: sync.configure(density=0.5),
         r"bypass\(\)": sync.bypass,

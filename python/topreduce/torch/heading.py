@@ -36,7 +36,7 @@ _WORDS = {
     Doing.CONFIGURE: "configure() before step {step}",
     Doing.BYPASS: "bypass() before step {step}",
     Doing.RESUME: "resume() before step {step}",
-    Doing.BEGIN: "the beginning of step {step}, soon after attach() or load_state_dict()",
+    Doing.BEGIN: "step {step}, its beginning, soon after attach() or load_state_dict()",
     Doing.STEP: "step {step}, exchange {exchange}",
 }
 _ALIKE = {Doing.BYPASS: Doing.CONFIGURE, Doing.RESUME: Doing.CONFIGURE}
