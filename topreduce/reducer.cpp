@@ -676,6 +676,7 @@ void Reducer::Inside::commit() {
     running.delivered += parcel.delivery.delivered();
     energy += parcel.seen.energy;
     if (!vote.all_used()) leave_out_unused(parcel);
+    if (parcel.segments.empty()) continue;
     feedback::Feedback& kept = memory(parcel);
     gone += kept.commit(pending(parcel), parcel.delivery, divisor_of(kept), unit_of(kept));
   }

@@ -67,7 +67,7 @@ class Twins:
     """The same rank twice: with its gradients in main memory, and on a device."""
 
     def __init__(self, spec: str, layout: Layout = LAYOUT) -> None:
-        self.here, self.there = Reducer(layout, spec), Reducer(layout, spec)
+        self.here, self.there = (Reducer(layout, spec, bucket_cap_mb=0) for _ in range(2))
         self.device = GradientDevice(torch.device("cpu"))
         self.there.use(self.device)
 

@@ -36,7 +36,7 @@ class Case:
         return Layout([(f"p{i}", shape) for i, shape in enumerate(self.shapes)])
 
     def reducer(self) -> Reducer:
-        return Reducer(self.layout, self.method, **self.settings)
+        return Reducer(self.layout, self.method, bucket_cap_mb=0, **self.settings)
 
     def gradients(self, rank: int) -> list[Floats]:
         """Small integers, many of them zero, of a scale that jumps: every sum is exact."""

@@ -417,6 +417,7 @@ FIELDS: dict[str, type] = {
     "bytes_sent": int,
     "bytes_received": int,
     "rounds": int,
+    "messages": int,
     "kept_energy": float,
     "owed_norm": float,
     "finite": bool,
@@ -454,7 +455,7 @@ def test_stats_of_a_step() -> None:
         assert stats["selected"] == stats["budget"]
         assert stats["budget"] <= stats["delivered"] <= 2 * 5 + 1
         assert stats["bytes_sent"] > 0
-        assert stats["rounds"] == 3, "one to gather, two for what is kept dense"
+        assert stats["rounds"] == 4, "one to gather, two for what is kept dense, one to vote"
         assert stats["owed_norm"] == pytest.approx(owed_norm, rel=1e-4)
         energy = float((gradient(rank) ** 2).sum())
         assert stats["kept_energy"] == pytest.approx(1 - owed_norm**2 / energy, rel=1e-4)

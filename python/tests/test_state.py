@@ -127,7 +127,7 @@ def changed(state: dict[str, Any], path: str, value: object) -> dict[str, Any]:
         (
             "entries/owed/bias",
             np.full(5, np.nan, np.float32),
-            "owed of 'bias' holds an infinity or NaN",
+            "owed of 'bias' holds an infinity, NaN, or a magnitude above",
         ),
     ],
 )

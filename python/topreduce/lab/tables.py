@@ -95,7 +95,7 @@ def stage_grid(results: Results) -> Grid:
     ]
     rows += [
         ["waited", *(f"{1e3 * row.stats['seconds_waited']:.1f} ms" for row in ours)],
-        ["hidden", *(_percent(row.stats["hidden"]) for row in ours)],
+        ["hidden", *(_percent(row.stats.get("hidden", 0.0)) for row in ours)],
         ["rounds", *(f"{row.stats['rounds']:.1f}" for row in ours)],
         ["sent", *(_percent(row.stats["selected"] / row.stats["entries"]) for row in ours)],
         ["energy", *(_percent(row.stats["kept_energy"]) for row in ours)],
