@@ -459,3 +459,47 @@ def test_stats_of_a_step() -> None:
         assert stats["owed_norm"] == pytest.approx(owed_norm, rel=1e-4)
         energy = float((gradient(rank) ** 2).sum())
         assert stats["kept_energy"] == pytest.approx(1 - owed_norm**2 / energy, rel=1e-4)
+
+
+# ---- gradients near what numbers can hold ------------------------------------------------------
+
+
+def test_large_gradients_do_not_end_a_run() -> None:
+    """What is remembered of them must not come near what sums can hold: it would stay there."""
+
+    def body(comm: Communicator) -> list[bool]:
+        reducer = Reducer(Layout([("a", [64, 8])]), "dgc", density=0.05)
+        finite = []
+        for step in range(40):
+            mine = np.random.default_rng([comm.rank, step]).normal(size=512).astype(np.float32)
+            mine *= np.float32(1e29 if step < 3 else 1)
+            reducer.begin(comm)
+            reducer.add([0], mine)
+            finite.append(reducer.finish().finite)
+        return finite
+
+    assert run_ranks(2, body)[0] == [False] * 3 + [True] * 37
+
+
+def test_debts_that_fp16_cannot_hold_do_not_end_a_run() -> None:
+    """Without a loss scale means are cut to 65504, and the rest stays owed."""
+
+    def body(comm: Communicator) -> tuple[float, Any, Any]:
+        reducer = Reducer(Layout([("a", [64, 64])]), "topk", density=0.01, values="fp32")
+        largest, applied, brought = [], np.zeros(4096), np.zeros(4096)
+        for step in range(150):
+            rng = np.random.default_rng([comm.rank, step])
+            mine = (2000 * rng.normal(1, 1, 4096)).astype(np.float16).astype(np.float32)
+            brought += mine
+            reducer.begin(comm)
+            reducer.add([0], mine, 65504.0)
+            assert reducer.finish().finite, step
+            largest.append(float(np.abs(mine).max()))
+            applied += mine
+        owed = np.asarray(reducer.state()["entries"]["owed"]["a"], np.float64).ravel()
+        return max(largest), brought - owed, applied
+
+    one, other = run_ranks(2, body)
+    assert one[0] == 65504.0  # it came to that
+    # What both brought is applied or owed: the mean times the ranks.
+    assert np.allclose(one[1] + other[1], 2 * one[2], rtol=1e-4, atol=1)
