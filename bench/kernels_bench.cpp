@@ -43,7 +43,7 @@ struct Model {
     for (std::size_t start = 0; start < kEntries; start += kBlock) {
       count += kernels::collect_above(terms.part(start, std::min(kBlock, kEntries - start)),
                                       threshold, static_cast<Index>(start), indices.data() + count,
-                                      values.data() + count, seen);
+                                      values.data() + count, summary);
     }
     return count;
   }
@@ -80,7 +80,7 @@ struct Model {
   Buffer<float> spare = Buffer<float>(kEntries);
   Buffer<Index> indices = Buffer<Index>(kEntries + kernels::kCollectSlack);
   Buffer<float> values = Buffer<float>(kEntries + kernels::kCollectSlack);
-  kernels::Seen seen;
+  kernels::Summary summary;
 };
 
 void add_rows(Model& model) {
@@ -88,7 +88,7 @@ void add_rows(Model& model) {
   const auto add = [&] { kernels::add(model.sum, model.gradient); };
   add_row("add", add);
   add_row("add again (A/A)", add);
-  add_row("survey", [&] { kernels::survey({model.owed, model.gradient, 1}, model.seen); });
+  add_row("survey", [&] { kernels::summarize({model.owed, model.gradient, 1}, model.summary); });
   for (const double density : {0.001, 0.01, 0.1, 1.0}) {
     const float threshold = model.threshold(density);
     const std::string label = std::to_string(density * 100).substr(0, 5) + " %";

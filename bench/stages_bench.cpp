@@ -24,7 +24,7 @@ void add_rows(Step& step) {
   }
   for (const double density : {0.001, 0.01}) {
     add_row("commit + decode, 4 ranks of " + std::to_string(density * 100).substr(0, 3) + " %",
-            [&step, delivery = Step::delivery(density)] { step.commit(delivery); });
+            [&step, result = Step::result(density)] { step.commit(result); });
   }
 }
 

@@ -57,28 +57,28 @@ class Step {
   void choose(select::Selector& selector, double density) {
     use(gradients_[++turn_ % kGradients]);
     selector.begin({turn_, 0, static_cast<std::size_t>(density * kEntries), kEntries});
-    kernels::Seen seen;
+    kernels::Summary summary;
     double looked = 0;
-    selector.choose({segments_, looked_at_->base(), 1, {}, *threads_}, selected_, seen, looked);
-    benchmark::DoNotOptimize(seen);
+    selector.choose({segments_, looked_at_->base(), 1, {}, *threads_}, selected_, summary, looked);
+    benchmark::DoNotOptimize(summary);
     selector.commit();
   }
 
   // What `kRanks` ranks deliver that chose `density` each, without overlap.
-  static exchange::Delivery delivery(double density) {
+  static exchange::Result result(double density) {
     const auto stride = static_cast<std::size_t>(1 / density);
-    exchange::Delivery delivery;
+    exchange::Result result;
     for (std::size_t i = 0; i < kEntries; i += stride / kRanks) {
-      delivery.sum.push_back(static_cast<Index>(i), 1);
-      if (i % stride == 0) delivery.settled.push_back(static_cast<Index>(i), 1);
+      result.sum.push_back(static_cast<Index>(i), 1);
+      if (i % stride == 0) result.settled.push_back(static_cast<Index>(i), 1);
     }
-    return delivery;
+    return result;
   }
 
-  void commit(const exchange::Delivery& delivery) {
+  void commit(const exchange::Result& result) {
     use(spare_);
     benchmark::DoNotOptimize(
-        written_->commit({segments_, written_->base(), 1, {}, *threads_}, delivery, kRanks, 1));
+        written_->commit({segments_, written_->base(), 1, {}, *threads_}, result, kRanks, 1));
   }
 
   void add() { kernels::add(sum_, gradients_[0]); }

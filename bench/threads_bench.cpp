@@ -58,10 +58,10 @@ void run(std::size_t count) {
       step.choose(*selector, 0.01);
     });
   }
-  const exchange::Delivery delivery = Step::delivery(0.01);
+  const exchange::Result result = Step::result(0.01);
   compare("commit + decode, 4 ranks of 1 %", more, [&](Threads& threads) {
     step.use(threads);
-    step.commit(delivery);
+    step.commit(result);
   });
 }
 

@@ -135,7 +135,7 @@ TEST_P(Allocation, FewWhereExchangesOverlap) {
 }
 
 TEST(Allocation, NoneWithSeveralThreads) {
-  const std::size_t grain = std::exchange(Stretches::grain, 512);
+  const std::size_t grain = std::exchange(Chunks::grain, 512);
   const Layout layout({{"a", {20'000}}, {"b", {60, 50}}});
   for (const char* row :
        {"topk:density=0.05,threads=3", "ok_topk:density=0.05,threads=3,granularity=model",
@@ -154,7 +154,7 @@ TEST(Allocation, NoneWithSeveralThreads) {
       EXPECT_EQ(allocations, 0) << row << ", step " << s;
     }
   }
-  Stretches::grain = grain;
+  Chunks::grain = grain;
 }
 
 /// A step of messages to everyone, some in a frame together; `late`: between sending and receiving,

@@ -198,21 +198,21 @@ class Cluster {
   Reducer& operator[](int rank) { return reducers_[static_cast<std::size_t>(rank)]; }
   std::span<Reducer> reducers() { return reducers_; }
 
-  /// One step; gradients by rank, each in parameter order. `attendance`, by rank: what they say.
+  /// One step; gradients by rank, each in parameter order. `participation`, by rank: what they say.
   std::vector<Outcome> step(const std::vector<Floats>& gradients, const Cut& cut,
                             float loss_scale = 1, const Wrap& wrap = {},
-                            std::span<const Attendance> attendance = {}) {
+                            std::span<const Participation> participation = {}) {
     return meet(reducers_, [&](Reducer& reducer, Communicator& comm) {
       const auto wrapped = wrap ? wrap(comm) : nullptr;
       const auto r = static_cast<std::size_t>(comm.rank());
       return run(reducer, wrapped ? *wrapped : comm, gradients[r], cut, loss_scale,
-                 attendance.empty() ? nullptr : &attendance[r]);
+                 participation.empty() ? nullptr : &participation[r]);
     });
   }
 
  private:
   static Outcome run(Reducer& reducer, Communicator& comm, const Floats& gradient, const Cut& cut,
-                     float loss_scale, const Attendance* attendance) {
+                     float loss_scale, const Participation* participation) {
     std::vector<Floats> buckets;
     visit(reducer.layout(), cut, [&](std::size_t bucket, const Parameter& parameter, std::size_t) {
       buckets.resize(bucket + 1);
@@ -226,7 +226,7 @@ class Cluster {
     try {
       reducer.begin(comm, loss_scale);
       for (std::size_t b = 0; b < cut.size(); ++b) {
-        if (attendance != nullptr && b + 1 == cut.size()) reducer.attend(*attendance);
+        if (participation != nullptr && b + 1 == cut.size()) reducer.participate(*participation);
         reducer.add(cut[b], buckets[b]);
       }
       outcome.stats = reducer.finish();

@@ -9,7 +9,7 @@
 #include <map>
 
 #include "cluster.h"
-#include "topreduce/pending.h"
+#include "topreduce/compensated_gradient.h"
 
 namespace topreduce::laws {
 namespace {
@@ -33,10 +33,10 @@ class PlainDevice final : public Device {
       }
     }
   }
-  kernels::Seen survey() override {
-    kernels::Seen seen;
-    kernels::scalar::survey({{}, x_, 1}, seen);
-    return seen;
+  kernels::Summary summarize() override {
+    kernels::Summary summary;
+    kernels::scalar::summarize({{}, x_, 1}, summary);
+    return summary;
   }
   void strongest(float floor, std::span<const std::size_t> limits,
                  SparseVector& selected) override {

@@ -60,7 +60,7 @@ void expect_same(std::span<const float> got, std::span<const float> want) {
   }
 }
 
-void expect_same(const Seen& got, const Seen& want) {
+void expect_same(const Summary& got, const Summary& want) {
   EXPECT_EQ(got.largest_bits, want.largest_bits);
   EXPECT_EQ(got.finite(), want.finite());
   if (want.finite()) {
@@ -83,8 +83,8 @@ void expect_same_look(const Terms& terms, float threshold) {
   Collected got(terms.size());
   Collected want(terms.size());
   // Passes add to what was seen before.
-  Seen got_seen{3, 7};
-  Seen want_seen{3, 7};
+  Summary got_seen{3, 7};
+  Summary want_seen{3, 7};
   got.shrink(
       collect_above(terms, threshold, kFirst, got.indices.data(), got.values.data(), got_seen));
   want.shrink(scalar::collect_above(terms, threshold, kFirst, want.indices.data(),
@@ -96,8 +96,8 @@ void expect_same_look(const Terms& terms, float threshold) {
   EXPECT_EQ(count_above(terms, threshold), want.indices.size());
   EXPECT_EQ(scalar::count_above(terms, threshold), want.indices.size());
 
-  Seen surveyed{3, 7};
-  survey(terms, surveyed);
+  Summary surveyed{3, 7};
+  summarize(terms, surveyed);
   expect_same(surveyed, want_seen);
 }
 
@@ -147,9 +147,9 @@ TEST_P(Kernels, ThresholdIsInclusiveAtEveryPlace) {
     std::vector<float> x(n, std::nextafter(2.5f, 0.0f));
     x[place] = -2.5f;
     Collected got(n);
-    Seen seen;
+    Summary summary;
     const Terms terms{{}, x, 1};
-    ASSERT_EQ(collect_above(terms, 2.5f, 0, got.indices.data(), got.values.data(), seen), 1u);
+    ASSERT_EQ(collect_above(terms, 2.5f, 0, got.indices.data(), got.values.data(), summary), 1u);
     EXPECT_EQ(got.indices[0], place);
     EXPECT_EQ(got.values[0], -2.5f);
     EXPECT_EQ(count_above(terms, 2.5f), 1u);
@@ -160,12 +160,12 @@ TEST_P(Kernels, SeeOneValueThatIsNotFinite) {
   for (const float odd : {kInfinity, -kInfinity, kNaN, -kNaN}) {
     for (std::size_t place = 0; place < 600; ++place) {
       std::vector<float> x(600, kLargest);
-      Seen seen;
-      survey({{}, x, 1}, seen);
-      ASSERT_TRUE(seen.finite());
+      Summary summary;
+      summarize({{}, x, 1}, summary);
+      ASSERT_TRUE(summary.finite());
       x[place] = odd;
-      survey({{}, x, 1}, seen);
-      ASSERT_FALSE(seen.finite()) << odd << " at " << place;
+      summarize({{}, x, 1}, summary);
+      ASSERT_FALSE(summary.finite()) << odd << " at " << place;
     }
   }
 }
@@ -175,10 +175,10 @@ TEST_P(Kernels, EnergyOfExtremeValues) {
   for (const float value : {kLargest, 1e25f, 1e19f, 1e-15f, 1e-20f, 1e-25f, 1e-38f, kDenormal}) {
     std::vector<float> x(5000);
     for (std::size_t i = 0; i < x.size(); i += 3) x[i] = value;
-    Seen got;
-    Seen want;
-    survey({{}, x, 1}, got);
-    scalar::survey({{}, x, 1}, want);
+    Summary got;
+    Summary want;
+    summarize({{}, x, 1}, got);
+    scalar::summarize({{}, x, 1}, want);
     ASSERT_GT(want.energy, 0) << value;
     ASSERT_NEAR(got.energy, want.energy, 1e-5 * want.energy) << value;
   }
@@ -188,10 +188,10 @@ TEST_P(Kernels, EnergyOfExtremeValues) {
 TEST_P(Kernels, EnergyOfManyEntries) {
   constexpr std::size_t n = std::size_t{1} << 20;
   const std::vector<float> x(n, 1.1f);
-  Seen seen;
-  for (int pass = 0; pass < 100; ++pass) survey({{}, x, 1}, seen);
+  Summary summary;
+  for (int pass = 0; pass < 100; ++pass) summarize({{}, x, 1}, summary);
   const double want = 100.0 * n * static_cast<double>(1.1f) * static_cast<double>(1.1f);
-  EXPECT_NEAR(seen.energy, want, 1e-5 * want);
+  EXPECT_NEAR(summary.energy, want, 1e-5 * want);
 }
 
 TEST_P(Kernels, EvaluateLikeTheReference) {

@@ -257,9 +257,9 @@ TEST(Mailbox, DamageIsAWireErrorForThoseThatWait) {
     Mailbox mailbox(3);
     const Tag tag{9, 9};
     mailbox.enter(kHere);
-    const std::uint64_t seen = mailbox.version();
+    const std::uint64_t known = mailbox.version();
     for (const Bytes& bytes : frames) mailbox.accept(kPeer, bytes);
-    EXPECT_NE(mailbox.version(), seen);
+    EXPECT_NE(mailbox.version(), known);
     EXPECT_EQ(error_of(mailbox), "") << "nothing is expected";
     mailbox.expect(tag, 2);
     EXPECT_EQ(error_of(mailbox), "") << "not of this one";
@@ -318,13 +318,13 @@ TEST(Mailbox, TellsWhomItWaitsFor) {
 TEST(Mailbox, WakesWhoWaits) {
   Mailbox mailbox(2);
   const auto wakes = [&](auto&& what) {
-    const std::uint64_t seen = mailbox.version();
+    const std::uint64_t known = mailbox.version();
     std::jthread other([&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
       what();
     });
-    mailbox.wait(seen);
-    EXPECT_NE(mailbox.version(), seen);
+    mailbox.wait(known);
+    EXPECT_NE(mailbox.version(), known);
   };
   wakes([&] { mailbox.accept(kPeer, frame(0, message({0, 0}, ""), {})); });
   wakes([&] { mailbox.lose(kPeer, Loss::gone, "left"); });
@@ -350,9 +350,9 @@ TEST(Mailbox, AThreadPassesOnWhatIsExpected) {
     for (const int peer : {1, 2}) mailbox.expect({peer == 1 ? 0u : 1u, round}, peer);
     for (const int peer : {1, 2}) {
       const Tag tag{peer == 1 ? 0u : 1u, round};
-      for (std::uint64_t seen = mailbox.version(); mailbox.arrived(tag) == 0;
-           seen = mailbox.version()) {
-        mailbox.wait(seen);
+      for (std::uint64_t known = mailbox.version(); mailbox.arrived(tag) == 0;
+           known = mailbox.version()) {
+        mailbox.wait(known);
       }
       EXPECT_EQ(words(mailbox, tag, peer), "x");
       mailbox.release(tag);

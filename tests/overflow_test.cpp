@@ -64,14 +64,14 @@ TEST_P(Overflow, SumsAreSeenByTheVote) {
 /// A step whose caller goes on in fp16; every rank has its own loss scale.
 std::vector<Outcome> step_in_half(Cluster& cluster, const std::vector<Floats>& gradients,
                                   const std::vector<float>& scales,
-                                  std::span<const Attendance> attendance = {}) {
+                                  std::span<const Participation> participation = {}) {
   return meet(cluster.reducers(), [&](Reducer& reducer, Communicator& comm) {
     const auto rank = static_cast<std::size_t>(comm.rank());
     Outcome outcome;
     outcome.gradient = gradients[rank];
     try {
       reducer.begin(comm, scales[rank]);
-      if (!attendance.empty()) reducer.attend(attendance[rank]);
+      if (!participation.empty()) reducer.participate(participation[rank]);
       reducer.add(one_bucket(reducer.layout())[0], outcome.gradient, kHalf);
       outcome.stats = reducer.finish();
     } catch (const WireError& error) {
@@ -116,17 +116,17 @@ TEST_P(Overflow, IsDecidedOnWhatIsHandedOut) {
 TEST_P(Overflow, RanksThatHaveJoinedDecideAlike) {
   const Layout layout = small_model();
   Cluster cluster(3, layout, GetParam());
-  const Attendance gone{.presence = Attendance::Presence::joined, .unused = {}};
-  const Attendance here;
+  const Participation gone{.presence = Participation::Presence::joined, .unused = {}};
+  const Participation here;
   for (const int joined : {0, 1, 2}) {
-    std::vector<Attendance> attendance(3, here);
+    std::vector<Participation> participation(3, here);
     std::vector<float> scales(3, 1024);
-    attendance[static_cast<std::size_t>(joined)] = gone;
+    participation[static_cast<std::size_t>(joined)] = gone;
     scales[static_cast<std::size_t>(joined)] = 0;
     for (const float size : {1.0f, 1e5f}) {
       std::vector<Floats> gradients(3, Floats(layout.size(), size * 1024));
       std::ranges::fill(gradients[static_cast<std::size_t>(joined)], 0.0f);
-      const auto outcomes = step_in_half(cluster, gradients, scales, attendance);
+      const auto outcomes = step_in_half(cluster, gradients, scales, participation);
       for (const Outcome& outcome : outcomes) {
         ASSERT_EQ(outcome.error, "");
         ASSERT_EQ(outcome.stats.finite, outcomes[0].stats.finite);

@@ -176,7 +176,7 @@ class Delaying final : public comm::Decorator {
       : Decorator(inner), rng_(rng), queues_(comm::at(inner.size())) {}
   ~Delaying() override { deliver_all(); }
 
-  void settle() override { deliver_all(); }
+  void drain() override { deliver_all(); }
 
  protected:
   void send_frame(int peer, std::span<const std::byte> frame) override {

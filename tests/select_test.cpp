@@ -48,10 +48,10 @@ class Chooser {
         start += static_cast<Index>(size);
       }
       SparseVector selected;
-      kernels::Seen seen;
+      kernels::Summary summary;
       double seconds = 0;
-      selector_->choose(Pending(segments, {}, 1), selected, seen, seconds);
-      EXPECT_TRUE(seen.finite());
+      selector_->choose(CompensatedGradient(segments, {}, 1), selected, summary, seconds);
+      EXPECT_TRUE(summary.finite());
       EXPECT_TRUE(std::ranges::is_sorted(selected.indices, std::less_equal<>()));
       for (std::size_t i = 0, s = 0; i < selected.size(); ++i) {
         while (selected.indices[i] - segments[s].start >= segments[s].size()) ++s;

@@ -22,8 +22,8 @@ constexpr std::size_t kThreadCounts[] = {2, 3, 5};
 /// Cuts small models too, as long as it lives.
 class SmallGrain {
  public:
-  explicit SmallGrain(std::size_t grain) : before_(std::exchange(Stretches::grain, grain)) {}
-  ~SmallGrain() { Stretches::grain = before_; }
+  explicit SmallGrain(std::size_t grain) : before_(std::exchange(Chunks::grain, grain)) {}
+  ~SmallGrain() { Chunks::grain = before_; }
 
  private:
   std::size_t before_;
@@ -76,17 +76,17 @@ TEST(Threads, SayHowManyThereAre) {
 }
 #endif
 
-TEST(Stretches, CoverEverythingInOrder) {
+TEST(Chunks, CoverEverythingInOrder) {
   for (const std::size_t size : {0u, 1u, 63u, 64u, 65u, 1000u, 300'000u, 26'000'000u}) {
     for (const std::size_t whole : {64u, 256u}) {
-      const Stretches stretches(size, 16, whole);
-      ASSERT_LE(stretches.count(), Stretches::kMost);
+      const Chunks chunks(size, 16, whole);
+      ASSERT_LE(chunks.count(), Chunks::kMost);
       std::size_t end = 0;
-      for (std::size_t s = 0; s < stretches.count(); ++s) {
-        EXPECT_EQ(stretches.begin(s), end);
+      for (std::size_t s = 0; s < chunks.count(); ++s) {
+        EXPECT_EQ(chunks.begin(s), end);
         EXPECT_EQ(end % whole, 0u);
-        EXPECT_GT(stretches.length(s), 0u);
-        end += stretches.length(s);
+        EXPECT_GT(chunks.length(s), 0u);
+        end += chunks.length(s);
       }
       EXPECT_EQ(end, size);
     }

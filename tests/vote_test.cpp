@@ -107,9 +107,9 @@ TEST(StepVote, OneThatAsksMakesARoundForAll) {
       StepVote vote;
       vote.begin(3, ranks);
       // Everyone leaves parameter 1 unused, and one its others; that one is not present.
-      vote.note({.presence = comm.rank() == ranks / 2 ? Attendance::Presence::joined
-                                                      : Attendance::Presence::present,
-                 .divisor = Attendance::Divisor::present,
+      vote.note({.presence = comm.rank() == ranks / 2 ? Participation::Presence::joined
+                                                      : Participation::Presence::present,
+                 .divisor = Participation::Divisor::present,
                  .unused = unused});
       EXPECT_EQ(vote.hold({}, comm), rounds_of(ranks) + 1);
       EXPECT_EQ(vote.divisor(), std::max(1, ranks - 1));

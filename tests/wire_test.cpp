@@ -478,15 +478,15 @@ TEST(WireBlocks, ErrorsAreSmall) {
 TEST(WireBlocks, WhatIsNotFiniteVotesNo) {
   for (const float bad : {std::numeric_limits<float>::infinity(), std::nanf("")}) {
     for (const Values values : kBlockEncodings) {
-      std::vector<float> stretch(100, 1.0f);
-      stretch[70] = bad;
+      std::vector<float> chunk(100, 1.0f);
+      chunk[70] = bad;
       Bytes message;
       const auto envelope = envelope_of(100, values);
-      const std::size_t lengths[] = {stretch.size()};
-      EXPECT_EQ(pack_stretch(envelope, lengths, Vote::yes, stretch, message), Vote::no);
+      const std::size_t lengths[] = {chunk.size()};
+      EXPECT_EQ(pack_stretch(envelope, lengths, Vote::yes, chunk, message), Vote::no);
       std::vector<float> read(100);
       EXPECT_EQ(unpack_stretch(envelope, lengths, message, read), Vote::no);
-      EXPECT_TRUE(same_bits(read, stretch));
+      EXPECT_TRUE(same_bits(read, chunk));
       EXPECT_TRUE(std::ranges::all_of(read, [](float x) { return std::isfinite(x); }));
 
       auto entries = entries_at({3, 40, 50});
@@ -498,15 +498,15 @@ TEST(WireBlocks, WhatIsNotFiniteVotesNo) {
 
 TEST(WireBlocks, ForeignScalesAreRefused) {
   for (const Values values : kBlockEncodings) {
-    std::vector<float> stretch(3, 1.0f);
+    std::vector<float> chunk(3, 1.0f);
     Bytes message;
     const auto envelope = envelope_of(100, values);
-    const std::size_t lengths[] = {stretch.size()};
-    pack_stretch(envelope, lengths, Vote::yes, stretch, message);
+    const std::size_t lengths[] = {chunk.size()};
+    pack_stretch(envelope, lengths, Vote::yes, chunk, message);
     for (const unsigned scale : {0x7f80u, 0x7fc0u, 0xff80u, 0xffffu}) {
       store(message.data() + kHeader, static_cast<std::uint16_t>(scale));
       fix_checksum(message);
-      EXPECT_THROW(unpack_stretch(envelope, lengths, message, stretch), WireError) << scale;
+      EXPECT_THROW(unpack_stretch(envelope, lengths, message, chunk), WireError) << scale;
     }
   }
 }

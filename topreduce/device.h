@@ -25,7 +25,7 @@ class TOPREDUCE_API Device {
   virtual void open(std::span<const Segment> segments, Base base, float scale) = 0;
 
   /// What a pass over all of x sees. May be asked more than once.
-  virtual kernels::Seen survey() = 0;
+  virtual kernels::Summary summarize() = 0;
 
   /// Replaces `selected` with the strongest entries of magnitude >= floor, ties to the lower index,
   /// in index order: of each segment as many as its limit says or, given one limit, of all of x.

@@ -51,7 +51,7 @@ bool matches(std::string_view pattern, std::string_view name) {
   return !name.empty() && pattern[0] == name[0] && matches(pattern.substr(1), name.substr(1));
 }
 
-std::vector<std::string> kept_patterns(const Layout& layout, const std::string& text) {
+std::vector<std::string> dense_patterns(const Layout& layout, const std::string& text) {
   std::istringstream words(text);
   std::vector<std::string> patterns{std::istream_iterator<std::string>(words), {}};
   for (const std::string& pattern : patterns) {
@@ -140,18 +140,18 @@ Pipeline::Pipeline(const Layout& layout, const Spec& given) {
   seed = settings.integer("seed");
   threads = std::make_unique<Threads>(settings.integer("threads"));
 
-  const auto patterns = kept_patterns(layout, settings.text("keep_dense"));
+  const auto patterns = dense_patterns(layout, settings.text("keep_dense"));
   std::vector<Parameter> chosen, whole;
   for (const Parameter& parameter : layout.parameters()) {
     const bool keep = std::ranges::any_of(
         patterns, [&](const std::string& pattern) { return matches(pattern, parameter.name); });
     auto& home = keep ? whole : chosen;
-    places.push_back({keep ? Place::Home::kept : Place::Home::compressed, home.size()});
+    places.push_back({keep ? Place::Home::dense : Place::Home::compressed, home.size()});
     home.push_back(parameter);
   }
   compressed = Layout(std::move(chosen));
-  kept = Layout(std::move(whole));
-  if (std::max(compressed.size(), kept.size()) > std::numeric_limits<Index>::max()) {
+  uncompressed = Layout(std::move(whole));
+  if (std::max(compressed.size(), uncompressed.size()) > std::numeric_limits<Index>::max()) {
     throw std::invalid_argument(given.name +
                                 ": a model of more than 2^32 entries is not supported");
   }

@@ -29,14 +29,14 @@ struct Pipeline {
   bool compare = false;                            ///< sums over the ranks before they are applied
   std::uint64_t warmup_steps = 0, ramp_steps = 0, seed = 0;
 
-  /// Where a parameter of the whole layout lives: in `compressed` or in `kept`.
+  /// Where a parameter of the whole layout lives: in `compressed` or in `uncompressed`.
   struct Place {
-    enum class Home { compressed, kept } home;
+    enum class Home { compressed, dense } home;
     std::size_t parameter;
   };
   std::vector<Place> places;
   Layout compressed;  ///< parameters that are chosen from; stages know only these
-  Layout kept;        ///< parameters that are always sent whole
+  Layout uncompressed;  ///< parameters that are always sent whole
 
   std::unique_ptr<Threads> threads;  ///< who walks over long gradients
   std::unique_ptr<feedback::Feedback> feedback;

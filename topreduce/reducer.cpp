@@ -5,7 +5,7 @@
 //   finish   look, choose, exchange            compute; or once, for the whole model
 //            vote, commit, decode              all of it, or nothing
 //
-// Until the vote only `parcels` are written: what is owed and the caller's gradients stay as they
+// Until the vote only `buckets` are written: what is owed and the caller's gradients stay as they
 // are.
 
 #include "topreduce/reducer.h"
@@ -23,7 +23,7 @@
 #include "topreduce/bucket_plan.h"
 #include "topreduce/fingerprint.h"
 #include "topreduce/floating.h"
-#include "topreduce/parcel.h"
+#include "topreduce/bucket.h"
 #include "topreduce/pipeline.h"
 #include "topreduce/state_range.h"
 #include "topreduce/version.h"
@@ -58,17 +58,17 @@ void expect_entries(const char* caller, std::size_t given, std::size_t wanted) {
 
 }  // namespace
 
-struct TOPREDUCE_INSIDE Reducer::Inside {
-  Inside(Layout whole, const Spec& method)
+struct TOPREDUCE_LOCAL Reducer::Impl {
+  Impl(Layout whole, const Spec& method)
       : layout(std::move(whole)), given(method), pipeline(layout, method) {
-    introduce();
+    describe_run();
     added.assign(layout.count(), 0);
     held.resize(layout.count());
     forget_order();
   }
 
   // Settings changed: the ranks must agree anew.
-  void introduce() {
+  void describe_run() {
     Spec shown = pipeline.spec;
     shown.settings.erase("threads");  // each rank's own affair
     if (mode == Mode::bypass) shown.name += ", bypassed";
@@ -79,9 +79,9 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
 
   // The method or the device changes: moves what is owed to where it must live. If it cannot,
   // nothing has changed.
-  void settle_down(feedback::Feedback& kept, const Pipeline& next, Device* wanted) {
+  void move_memory(feedback::Feedback& feedback, const Pipeline& next, Device* wanted) {
     Device* const home = next.works_on_device() ? wanted : nullptr;
-    on_device = kept.move_to(home) && home != nullptr;
+    on_device = feedback.move_to(home) && home != nullptr;
     device = wanted;
   }
 
@@ -93,33 +93,33 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   void begin(Communicator& communicator, float scale);
   void add(std::span<const std::size_t> parameters, std::span<float> gradient, float most);
   void relocate(std::span<const std::size_t> parameters, std::span<float> gradient);
-  void attend(const Attendance& attendance);
+  void participate(const Participation& participation);
   void finish();
   void abandon() noexcept;
 
   void expect_closed(const char* caller) const;
-  std::size_t take_note(std::span<const std::size_t> parameters);
-  Parcel& parcel_of(std::size_t parameter);
+  std::size_t mark_added(std::span<const std::size_t> parameters);
+  Bucket& holder_of(std::size_t parameter);
   void start_complete_buckets();
-  bool may_start(std::size_t bucket);
+  bool may_start(std::size_t index);
   void go_on();
-  void start(std::size_t bucket);
+  void start(std::size_t index);
   Regime regime_of_step() const;
-  Pending pending(const Parcel& parcel) const;
-  feedback::Feedback& memory(const Parcel& parcel);
+  CompensatedGradient compensated(const Bucket& bucket) const;
+  feedback::Feedback& memory(const Bucket& bucket);
   Threads& threads() const;
-  bool is_sound(const Parcel& parcel, const Pending& sight);
-  double weight_of(const Parcel& parcel, const exchange::Exchange& by) const;
-  void exchange(Parcel& parcel);
+  bool is_sound(const Bucket& bucket, const CompensatedGradient& sight);
+  double weight_of(const Bucket& bucket, const exchange::Exchange& by) const;
+  void exchange(Bucket& bucket);
   void progress();
   void wait_for_all();
   void hold_vote();
   std::uint32_t fingerprint_of_sums() const;
   bool fits_callers();
-  void take_back(Parcel& parcel, const Segment& segment);
-  int divisor_of(const feedback::Feedback& kept) const;
-  float unit_of(const feedback::Feedback& kept) const;
-  void leave_out_unused(Parcel& parcel);
+  void take_back(Bucket& bucket, const Segment& segment);
+  int divisor_of(const feedback::Feedback& feedback) const;
+  float unit_of(const feedback::Feedback& feedback) const;
+  void leave_out_unused(Bucket& bucket);
   void commit();
   void spoil();
 
@@ -169,9 +169,9 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   std::vector<char> started;            // the same
   std::size_t first_not_started = 0;    // bucket, in the order of the plan
   std::size_t first_not_ended = 0;      // of those that this was asked of
-  // Two for each bucket, compressed and kept; reused.
-  std::vector<std::unique_ptr<Parcel>> parcels;
-  std::vector<Parcel*> under_way;  // whose exchange has not ended
+  // Two for each bucket, compressed and dense; reused.
+  std::vector<std::unique_ptr<Bucket>> buckets;
+  std::vector<Bucket*> under_way;  // whose exchange has not ended
   double weight_under_way = 0;     // values that they send
   std::chrono::steady_clock::time_point under_way_since;
   StepStats running;
@@ -179,7 +179,7 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
 
 // ---- opening -----------------------------------------------------------------------------------
 
-Regime Reducer::Inside::regime_of_step() const {
+Regime Reducer::Impl::regime_of_step() const {
   if (mode == Mode::bypass) return Regime::bypass;
   if (step < pipeline.warmup_steps || !pipeline.feedback->started()) return Regime::dense;
   if (step >= pipeline.warmup_steps + pipeline.ramp_steps) return Regime::compress;
@@ -193,19 +193,19 @@ Regime Reducer::Inside::regime_of_step() const {
   return bits < whole.values * of_value ? Regime::compress : Regime::dense;
 }
 
-void Reducer::Inside::expect_closed(const char* caller) const {
+void Reducer::Impl::expect_closed(const char* caller) const {
   if (comm == nullptr) return;
   throw std::invalid_argument(std::string(caller) + ": a step is open; finish or abandon it first");
 }
 
 // Others may join who have seen no step: all start as they do.
-void Reducer::Inside::forget_order() {
+void Reducer::Impl::forget_order() {
   order = reverse_order(layout);
   order_is = Order::reversed;
   plan_buckets();
 }
 
-void Reducer::Inside::agree_on_order(Communicator& communicator) {
+void Reducer::Impl::agree_on_order(Communicator& communicator) {
   if (order_is != Order::observed || pipeline.granularity == Granularity::model) return;
   order_bytes.resize(order.size() * sizeof(std::uint32_t));
   for (std::size_t i = 0; i < order.size(); ++i) {
@@ -226,11 +226,11 @@ void Reducer::Inside::agree_on_order(Communicator& communicator) {
   plan_buckets();
 }
 
-void Reducer::Inside::plan_buckets() {
+void Reducer::Impl::plan_buckets() {
   plan = BucketPlan(layout, order, pipeline.bucket_entries);
 }
 
-void Reducer::Inside::begin(Communicator& communicator, float scale) {
+void Reducer::Impl::begin(Communicator& communicator, float scale) {
   if (in_parts) {
     throw std::runtime_error("begin: a commit or a load was broken off around step " +
                              std::to_string(step) +
@@ -246,13 +246,13 @@ void Reducer::Inside::begin(Communicator& communicator, float scale) {
   knows_scale = scale > 0;
   loss_scale = knows_scale ? scale : 1;
   const Regime last = std::exchange(regime, regime_of_step());
-  if (regime != last) parcels.clear();  // a dense step's buffers are as large as the model
+  if (regime != last) buckets.clear();  // a dense step's buffers are as large as the model
   budget = pipeline.budget_at(step);
   if (regime != Regime::compress) budget.entries = budget.model;
   running = {};
   running.step = step;
   running.entries = layout.size();
-  running.budget = budget.entries + pipeline.kept.size();
+  running.budget = budget.entries + pipeline.uncompressed.size();
   vote.begin(layout.count(), comm->size());
   sound = true;
   under_way.clear();
@@ -264,10 +264,10 @@ void Reducer::Inside::begin(Communicator& communicator, float scale) {
   for (std::size_t b = 0; b < plan.count(); ++b) missing_of[b] = plan[b].size();
   started.assign(plan.count(), 0);
   first_not_started = first_not_ended = 0;
-  parcels.resize(2 * plan.count());
-  for (std::size_t i = 0; i < parcels.size(); ++i) {
-    if (!parcels[i]) parcels[i] = std::make_unique<Parcel>();
-    parcels[i]->open(i % 2 == 0 ? Home::compressed : Home::kept);
+  buckets.resize(2 * plan.count());
+  for (std::size_t i = 0; i < buckets.size(); ++i) {
+    if (!buckets[i]) buckets[i] = std::make_unique<Bucket>();
+    buckets[i]->open(i % 2 == 0 ? Home::compressed : Home::dense);
   }
   if (regime == Regime::compress) {
     if (pipeline.selector) pipeline.selector->begin(budget);
@@ -278,7 +278,7 @@ void Reducer::Inside::begin(Communicator& communicator, float scale) {
 // ---- buckets -----------------------------------------------------------------------------------
 
 // Checks a bucket and marks its parameters; returns how many entries they have.
-std::size_t Reducer::Inside::take_note(std::span<const std::size_t> parameters) {
+std::size_t Reducer::Impl::mark_added(std::span<const std::size_t> parameters) {
   if (comm == nullptr) throw std::invalid_argument("add: no step is open; call begin first");
   std::size_t size = 0;
   for (const std::size_t id : parameters) {
@@ -298,12 +298,12 @@ std::size_t Reducer::Inside::take_note(std::span<const std::size_t> parameters) 
   return size;
 }
 
-void Reducer::Inside::add(std::span<const std::size_t> parameters, std::span<float> gradient,
+void Reducer::Impl::add(std::span<const std::size_t> parameters, std::span<float> gradient,
                           float most) {
   if (!(most > 0)) {
     throw std::invalid_argument("add: most must be a positive number, not " + std::to_string(most));
   }
-  const std::size_t size = take_note(parameters);
+  const std::size_t size = mark_added(parameters);
   if (!on_device) expect_entries("add", gradient.size(), size);
   std::size_t start = 0;
   for (const std::size_t id : parameters) {
@@ -313,12 +313,12 @@ void Reducer::Inside::add(std::span<const std::size_t> parameters, std::span<flo
   if (pipeline.granularity == Granularity::bucket) go_on();
 }
 
-void Reducer::Inside::go_on() {
+void Reducer::Impl::go_on() {
   if (pipeline.granularity == Granularity::bucket) start_complete_buckets();
   progress();
 }
 
-void Reducer::Inside::relocate(std::span<const std::size_t> parameters, std::span<float> gradient) {
+void Reducer::Impl::relocate(std::span<const std::size_t> parameters, std::span<float> gradient) {
   if (comm == nullptr) throw std::invalid_argument("relocate: no step is open");
   if (on_device) throw std::invalid_argument("relocate: gradients stay on the device");
   std::size_t size = 0;
@@ -336,20 +336,20 @@ void Reducer::Inside::relocate(std::span<const std::size_t> parameters, std::spa
     held[id].gradient = gradient.first(layout[id].size);
     gradient = gradient.subspan(layout[id].size);
     if (started[plan.bucket_of(id)] == 0) continue;
-    std::vector<Segment>& segments = parcel_of(id).segments;
+    std::vector<Segment>& segments = holder_of(id).segments;
     std::ranges::lower_bound(segments, id, {}, &Segment::number)->gradient = held[id].gradient;
   }
 }
 
-Parcel& Reducer::Inside::parcel_of(std::size_t parameter) {
-  const bool kept = pipeline.places[parameter].home == Home::kept;
-  return *parcels[2 * plan.bucket_of(parameter) + (kept ? 1 : 0)];
+Bucket& Reducer::Impl::holder_of(std::size_t parameter) {
+  const bool dense_home = pipeline.places[parameter].home == Home::dense;
+  return *buckets[2 * plan.bucket_of(parameter) + (dense_home ? 1 : 0)];
 }
 
 // As they come, in any order. When more is under way than memory should hold, only the first of the
 // plan that has not ended may start: that one all ranks start, or have ended, so it will end. The
 // transport's own all-reduce all ranks must call in the same order.
-void Reducer::Inside::start_complete_buckets() {
+void Reducer::Impl::start_complete_buckets() {
   for (std::size_t b = first_not_started; b < plan.count(); ++b) {
     if (started[b] == 0 && missing_of[b] == 0 && may_start(b)) {
       started[b] = 1;
@@ -359,149 +359,149 @@ void Reducer::Inside::start_complete_buckets() {
   }
 }
 
-bool Reducer::Inside::may_start(std::size_t bucket) {
-  if (pipeline.native) return bucket == first_not_started;
+bool Reducer::Impl::may_start(std::size_t index) {
+  if (pipeline.native) return index == first_not_started;
   if (weight_under_way < kMostUnderWay) return true;
-  while (first_not_ended < bucket && started[first_not_ended] != 0 &&
-         parcels[2 * first_not_ended]->task.done() &&
-         parcels[2 * first_not_ended + 1]->task.done()) {
+  while (first_not_ended < index && started[first_not_ended] != 0 &&
+         buckets[2 * first_not_ended]->task.done() &&
+         buckets[2 * first_not_ended + 1]->task.done()) {
     ++first_not_ended;
   }
-  return bucket == first_not_ended;
+  return index == first_not_ended;
 }
 
-void Reducer::Inside::start(std::size_t bucket) {
-  for (const std::size_t id : plan[bucket]) {
+void Reducer::Impl::start(std::size_t index) {
+  for (const std::size_t id : plan[index]) {
     const Pipeline::Place place = pipeline.places[id];
-    const bool kept = place.home == Home::kept;
-    const Parameter& parameter = (kept ? pipeline.kept : pipeline.compressed)[place.parameter];
-    parcel_of(id).segments.push_back({.parameter = place.parameter,
+    const bool dense_home = place.home == Home::dense;
+    const Parameter& parameter = (dense_home ? pipeline.uncompressed : pipeline.compressed)[place.parameter];
+    holder_of(id).segments.push_back({.parameter = place.parameter,
                                       .offset = parameter.offset,
                                       .count = parameter.size,
                                       .number = id,
                                       .gradient = held[id].gradient,
                                       .most = held[id].most});
   }
-  exchange(*parcels[2 * bucket]);
-  exchange(*parcels[2 * bucket + 1]);
+  exchange(*buckets[2 * index]);
+  exchange(*buckets[2 * index + 1]);
 }
 
-void Reducer::Inside::attend(const Attendance& attendance) {
-  if (comm == nullptr) throw std::invalid_argument("attend: no step is open; call begin first");
-  for (const std::size_t id : attendance.unused) {
+void Reducer::Impl::participate(const Participation& participation) {
+  if (comm == nullptr) throw std::invalid_argument("participate: no step is open; call begin first");
+  for (const std::size_t id : participation.unused) {
     if (id >= layout.count()) {
-      throw std::invalid_argument("attend: there is no parameter " + std::to_string(id) +
+      throw std::invalid_argument("participate: there is no parameter " + std::to_string(id) +
                                   "; the layout has " + std::to_string(layout.count()));
     }
   }
-  vote.note(attendance);
+  vote.note(participation);
 }
 
-Pending Reducer::Inside::pending(const Parcel& parcel) const {
+CompensatedGradient Reducer::Impl::compensated(const Bucket& bucket) const {
   const bool restarts = regime == Regime::dense && pipeline.feedback->is_estimate();
-  const bool remembers = parcel.home == Home::compressed && regime != Regime::bypass && !restarts;
+  const bool remembers = bucket.home == Home::compressed && regime != Regime::bypass && !restarts;
   if (on_device) {
     const bool owes = remembers && pipeline.feedback->has_base();
-    return {parcel.segments, *device, owes ? Device::Base::owed : Device::Base::none,
+    return {bucket.segments, *device, owes ? Device::Base::owed : Device::Base::none,
             1 / loss_scale};
   }
   const std::span<const float> base =
       remembers ? pipeline.feedback->base() : std::span<const float>();
   const float scale = remembers ? pipeline.feedback->scale() : 1;
-  return {parcel.segments, base, scale / loss_scale,
+  return {bucket.segments, base, scale / loss_scale,
           remembers ? pipeline.feedback->drift() : Drift(), threads()};
 }
 
 // While gradients still come, the cores are busy computing them.
-Threads& Reducer::Inside::threads() const {
+Threads& Reducer::Impl::threads() const {
   return missing == 0 ? *pipeline.threads : Threads::none();
 }
 
-feedback::Feedback& Reducer::Inside::memory(const Parcel& parcel) {
-  const bool remembers = parcel.home == Home::compressed && regime != Regime::bypass;
+feedback::Feedback& Reducer::Impl::memory(const Bucket& bucket) {
+  const bool remembers = bucket.home == Home::compressed && regime != Regime::bypass;
   return remembers ? *pipeline.feedback : *none;
 }
 
 // Whether what this rank brings is finite, and so small that nothing made of it overflows.
-bool Reducer::Inside::is_sound(const Parcel& parcel, const Pending& sight) {
+bool Reducer::Impl::is_sound(const Bucket& bucket, const CompensatedGradient& sight) {
   const double scale = std::max(1.0, loss_scale / kUsualLossScale);
   const auto limit = [&](double most) { return static_cast<float>(most / scale / comm->size()); };
   const float of_gradients = limit(kLargestGradient);
-  if (!parcel.seen.within(limit(kLargestSum))) return false;
-  const bool small = parcel.seen.within(of_gradients);
+  if (!bucket.summary.within(limit(kLargestSum))) return false;
+  const bool small = bucket.summary.within(of_gradients);
   if (sight.plain() || sight.device() != nullptr) return small;
-  if (small && !memory(parcel).keeps_gradients()) return true;
-  return sight.survey_gradients().within(of_gradients);
+  if (small && !memory(bucket).keeps_gradients()) return true;
+  return sight.summarize_gradients().within(of_gradients);
 }
 
 // Values that an exchange sends, or about as many.
-double Reducer::Inside::weight_of(const Parcel& parcel, const exchange::Exchange& by) const {
+double Reducer::Impl::weight_of(const Bucket& bucket, const exchange::Exchange& by) const {
   const bool chosen = pipeline.selector && &by == pipeline.exchange.get();
-  if (chosen) return static_cast<double>(parcel.selected.size());
-  const auto size = static_cast<double>(parcel.sight->size());
+  if (chosen) return static_cast<double>(bucket.selected.size());
+  const auto size = static_cast<double>(bucket.sight->size());
   const auto model = static_cast<double>(std::max<std::size_t>(1, budget.model));
   const double k = static_cast<double>(budget.entries) * size / model;
   return std::min(size, by.cost(k, size, comm->size()).values);
 }
 
-void Reducer::Inside::exchange(Parcel& parcel) {
-  if (parcel.segments.empty()) return;
-  parcel.arrange();
-  const Pending& sight = parcel.sight.emplace(pending(parcel));
-  const bool whole = parcel.home == Home::kept || regime != Regime::compress;
+void Reducer::Impl::exchange(Bucket& bucket) {
+  if (bucket.segments.empty()) return;
+  bucket.arrange();
+  const CompensatedGradient& sight = bucket.sight.emplace(compensated(bucket));
+  const bool whole = bucket.home == Home::dense || regime != Regime::compress;
   double looked = 0, chosen = 0;
   {
     Stopwatch watch(chosen);
     sight.open();
     if (whole || !pipeline.selector) {
       Stopwatch look(looked);
-      parcel.seen = sight.survey();
+      bucket.summary = sight.summarize();
     } else {
       // Counts of a handful vary by more than `resize` foresees.
-      parcel.selected.reserve(std::min<std::size_t>(sight.size(), 64));
-      pipeline.selector->choose(sight, parcel.selected, parcel.seen, looked);
-      if (!parcel.seen.finite()) parcel.selected.clear();
+      bucket.selected.reserve(std::min<std::size_t>(sight.size(), 64));
+      pipeline.selector->choose(sight, bucket.selected, bucket.summary, looked);
+      if (!bucket.summary.finite()) bucket.selected.clear();
     }
   }
-  sound = is_sound(parcel, sight) && sound;
+  sound = is_sound(bucket, sight) && sound;
   running[Stage::look] += looked;
   running[Stage::choose] += chosen - looked;
 
   // Coarse values are for those who remember what rounding took.
-  const feedback::Feedback& kept = memory(parcel);
-  const bool remembers = kept.is_estimate() || kept.has_base();
-  const exchange::Subject subject{.exchange = parcel.number(),
+  const feedback::Feedback& feedback = memory(bucket);
+  const bool remembers = feedback.is_estimate() || feedback.has_base();
+  const exchange::Subject subject{.exchange = bucket.number(),
                                   .run = run,
                                   .step = step,
-                                  .parameters = parcel.contents(),
+                                  .parameters = bucket.contents(),
                                   .values = remembers ? pipeline.values : pipeline.unremembered,
                                   .native = pipeline.native};
-  parcel.channel.open(*comm, subject, sight, running, workspace);
-  parcel.task = (whole ? *dense : *pipeline.exchange)
-                    .run(sight, parcel.selected, budget, parcel.channel, parcel.delivery);
+  bucket.channel.open(*comm, subject, sight, running, workspace);
+  bucket.task = (whole ? *dense : *pipeline.exchange)
+                    .run(sight, bucket.selected, budget, bucket.channel, bucket.result);
   if (under_way.empty()) under_way_since = std::chrono::steady_clock::now();
-  under_way.push_back(&parcel);
-  parcel.weight = weight_of(parcel, whole ? *dense : *pipeline.exchange);
-  weight_under_way += parcel.weight;
-  parcel.task.start();
+  under_way.push_back(&bucket);
+  bucket.weight = weight_of(bucket, whole ? *dense : *pipeline.exchange);
+  weight_under_way += bucket.weight;
+  bucket.task.start();
   Stopwatch watch(running[Stage::network]);
   comm->flush();
 }
 
 // Lets exchanges go on whose messages have come.
-void Reducer::Inside::progress() {
+void Reducer::Impl::progress() {
   {
     Stopwatch watch(running[Stage::network]);
     comm->poll();
   }
-  for (Parcel* parcel : under_way) {
-    while (parcel->channel.ready()) parcel->channel.resume(threads());
-    parcel->task.rethrow();
+  for (Bucket* bucket : under_way) {
+    while (bucket->channel.ready()) bucket->channel.resume(threads());
+    bucket->task.rethrow();
   }
   const bool busy = !under_way.empty();
-  std::erase_if(under_way, [&](const Parcel* parcel) {
-    if (parcel->task.done()) weight_under_way -= parcel->weight;
-    return parcel->task.done();
+  std::erase_if(under_way, [&](const Bucket* bucket) {
+    if (bucket->task.done()) weight_under_way -= bucket->weight;
+    return bucket->task.done();
   });
   if (busy && under_way.empty()) {
     const auto time = std::chrono::steady_clock::now() - under_way_since;
@@ -511,9 +511,9 @@ void Reducer::Inside::progress() {
   comm->flush();
 }
 
-void Reducer::Inside::wait_for_all() {
+void Reducer::Impl::wait_for_all() {
   for (;;) {
-    const std::uint64_t seen = comm->version();
+    const std::uint64_t known = comm->version();
     start_complete_buckets();
     const std::size_t before = under_way.size();
     progress();
@@ -521,13 +521,13 @@ void Reducer::Inside::wait_for_all() {
     if (under_way.empty() || under_way.size() < before) continue;  // others may start
     Stopwatch watch(running[Stage::network]);
     comm->check_peers();
-    comm->wait_for_any(seen);
+    comm->wait_for_any(known);
   }
 }
 
 // ---- closing -----------------------------------------------------------------------------------
 
-void Reducer::Inside::finish() {
+void Reducer::Impl::finish() {
   if (comm == nullptr) throw std::invalid_argument("finish: no step is open; call begin first");
   if (missing != 0) {
     std::string names;
@@ -549,7 +549,7 @@ void Reducer::Inside::finish() {
   running.bytes_sent = traffic.bytes_sent - traffic_before.bytes_sent;
   running.bytes_received = comm->bytes_received_here();
   running.messages = traffic.messages - traffic_before.messages;
-  comm->settle();
+  comm->drain();
   stats = running;
   comm = nullptr;
   if (order_is == Order::reversed) {
@@ -558,26 +558,26 @@ void Reducer::Inside::finish() {
   }
 }
 
-std::uint32_t Reducer::Inside::fingerprint_of_sums() const {
+std::uint32_t Reducer::Impl::fingerprint_of_sums() const {
   std::uint64_t sums = 0;  // buckets come in any order
-  for (const auto& parcel : parcels) {
-    const exchange::Delivery& delivery = parcel->delivery;
+  for (const auto& bucket : buckets) {
+    const exchange::Result& result = bucket->result;
     const auto hash = [](const auto& values) {
       return wire::xxh64(std::as_bytes(std::span(values)), 0);
     };
-    sums += hash(delivery.sum.indices) ^ hash(delivery.sum.values) ^ hash(delivery.dense_sum);
+    sums += hash(result.sum.indices) ^ hash(result.sum.values) ^ hash(result.dense_sum);
   }
   return static_cast<std::uint32_t>(sums >> 32 ^ sums) | 1;
 }
 
-void Reducer::Inside::hold_vote() {
+void Reducer::Impl::hold_vote() {
   StepVote::Ballot ballot{
       .run = run, .step = step, .finite = sound, .loss_scale = knows_scale ? loss_scale : 0};
-  for (const auto& parcel : parcels) {
-    if (parcel->segments.empty()) continue;
-    ballot.finite = ballot.finite && parcel->channel.finite();
+  for (const auto& bucket : buckets) {
+    if (bucket->segments.empty()) continue;
+    ballot.finite = ballot.finite && bucket->channel.finite();
     // Ranks that decide on what is handed out must multiply by the same.
-    ballot.one_scale = ballot.one_scale || parcel->narrow();
+    ballot.one_scale = ballot.one_scale || bucket->narrow();
   }
   if (pipeline.compare) ballot.sums = fingerprint_of_sums();
   Stopwatch watch(running[Stage::network]);
@@ -588,27 +588,27 @@ void Reducer::Inside::hold_vote() {
 // Whether callers can use what they would be handed: sums, divisor and loss scale are the same on
 // all ranks, so their answers are. If there is a loss scale, it must be lowered. Without one, a
 // debt that grew too large for a caller would be in the way for ever: what is too much stays owed.
-bool Reducer::Inside::fits_callers() {
-  for (const auto& owner : parcels) {
-    Parcel& parcel = *owner;
-    const feedback::Feedback& kept = memory(parcel);
-    for (const Segment& segment : parcel.segments) {
+bool Reducer::Impl::fits_callers() {
+  for (const auto& owner : buckets) {
+    Bucket& bucket = *owner;
+    const feedback::Feedback& feedback = memory(bucket);
+    for (const Segment& segment : bucket.segments) {
       if (!segment.narrow() || !vote.used(segment.number)) continue;
-      const float largest = kept.largest_mean(pending(parcel), segment, parcel.delivery,
-                                              divisor_of(kept), unit_of(kept));
+      const float largest = feedback.largest_mean(compensated(bucket), segment, bucket.result,
+                                              divisor_of(feedback), unit_of(feedback));
       if (largest <= segment.most) continue;
-      if (loss_scale != 1 || !kept.takes_back() || !std::isfinite(largest)) return false;
-      take_back(parcel, segment);
+      if (loss_scale != 1 || !feedback.takes_back() || !std::isfinite(largest)) return false;
+      take_back(bucket, segment);
     }
   }
   return true;
 }
 
 // Cuts the sums of a segment to what its caller can use; each rank owes an even part of the rest.
-void Reducer::Inside::take_back(Parcel& parcel, const Segment& segment) {
-  const feedback::Feedback& kept = memory(parcel);
-  exchange::Delivery& delivery = parcel.delivery;
-  const auto divisor = static_cast<float>(divisor_of(kept)), unit = unit_of(kept);
+void Reducer::Impl::take_back(Bucket& bucket, const Segment& segment) {
+  const feedback::Feedback& feedback = memory(bucket);
+  exchange::Result& result = bucket.result;
+  const auto divisor = static_cast<float>(divisor_of(feedback)), unit = unit_of(feedback);
   const auto ranks = static_cast<float>(comm->size());
   // The largest sum that becomes no larger mean than `most`.
   float most = segment.most / unit * divisor;
@@ -619,43 +619,43 @@ void Reducer::Inside::take_back(Parcel& parcel, const Segment& segment) {
     return (before - sum) / ranks;
   };
   const std::size_t begin = segment.start, end = segment.start + segment.size();
-  if (delivery.extent == exchange::Delivery::Extent::whole) {
-    if (delivery.dense_settled.empty()) {
-      delivery.dense_settled.resize(delivery.dense_sum.size());
-      pending(parcel).evaluate(delivery.dense_settled);
+  if (result.extent == exchange::Result::Extent::whole) {
+    if (result.dense_settled.empty()) {
+      result.dense_settled.resize(result.dense_sum.size());
+      compensated(bucket).evaluate(result.dense_settled);
     }
     for (std::size_t i = begin; i < end; ++i) {
-      delivery.dense_settled[i] -= cut(delivery.dense_sum[i]);
+      result.dense_settled[i] -= cut(result.dense_sum[i]);
     }
     return;
   }
   std::array<SparseVector, 2> settled;
-  for (std::size_t i = 0; i < delivery.sum.size(); ++i) {
-    const Index place = delivery.sum.indices[i];
+  for (std::size_t i = 0; i < result.sum.size(); ++i) {
+    const Index place = result.sum.indices[i];
     if (place < begin || place >= end) continue;
-    const float back = cut(delivery.sum.values[i]);
+    const float back = cut(result.sum.values[i]);
     if (back != 0) settled[1].push_back(place, -back);
   }
-  settled[0].assign(delivery.settled);
-  workspace.adder.add(settled, pending(parcel).size(), delivery.settled);
+  settled[0].assign(result.settled);
+  workspace.adder.add(settled, compensated(bucket).size(), result.settled);
 }
 
 // An estimate stays a mean over all ranks; only what is handed out is divided otherwise.
-int Reducer::Inside::divisor_of(const feedback::Feedback& kept) const {
-  return kept.is_estimate() ? comm->size() : vote.divisor();
+int Reducer::Impl::divisor_of(const feedback::Feedback& feedback) const {
+  return feedback.is_estimate() ? comm->size() : vote.divisor();
 }
 
-float Reducer::Inside::unit_of(const feedback::Feedback& kept) const {
+float Reducer::Impl::unit_of(const feedback::Feedback& feedback) const {
   const float present = static_cast<float>(comm->size()) / static_cast<float>(vote.divisor());
-  return kept.is_estimate() ? loss_scale * present : loss_scale;
+  return feedback.is_estimate() ? loss_scale * present : loss_scale;
 }
 
 // What nobody used is not delivered: whatever was exchanged of it stays owed.
-void Reducer::Inside::leave_out_unused(Parcel& parcel) {
-  const bool whole = parcel.delivery.extent == exchange::Delivery::Extent::whole;
-  std::erase_if(parcel.segments, [&](const Segment& segment) {
+void Reducer::Impl::leave_out_unused(Bucket& bucket) {
+  const bool whole = bucket.result.extent == exchange::Result::Extent::whole;
+  std::erase_if(bucket.segments, [&](const Segment& segment) {
     if (vote.used(segment.number)) return false;
-    const auto& places = parcel.delivery.sum.indices;
+    const auto& places = bucket.result.sum.indices;
     const auto first = std::ranges::lower_bound(places, segment.start);
     const auto last =
         std::ranges::lower_bound(places, static_cast<Index>(segment.start + segment.size()));
@@ -664,21 +664,21 @@ void Reducer::Inside::leave_out_unused(Parcel& parcel) {
   });
 }
 
-void Reducer::Inside::commit() {
+void Reducer::Impl::commit() {
   in_parts = true;
   double energy = 0, gone = 0;
-  for (const auto& owner : parcels) {
-    Parcel& parcel = *owner;
-    if (parcel.segments.empty()) continue;
-    const bool whole = parcel.delivery.extent == exchange::Delivery::Extent::whole;
+  for (const auto& owner : buckets) {
+    Bucket& bucket = *owner;
+    if (bucket.segments.empty()) continue;
+    const bool whole = bucket.result.extent == exchange::Result::Extent::whole;
     running.selected +=
-        whole || !pipeline.selector ? parcel.delivery.delivered() : parcel.selected.size();
-    running.delivered += parcel.delivery.delivered();
-    energy += parcel.seen.energy;
-    if (!vote.all_used()) leave_out_unused(parcel);
-    if (parcel.segments.empty()) continue;
-    feedback::Feedback& kept = memory(parcel);
-    gone += kept.commit(pending(parcel), parcel.delivery, divisor_of(kept), unit_of(kept));
+        whole || !pipeline.selector ? bucket.result.delivered() : bucket.selected.size();
+    running.delivered += bucket.result.delivered();
+    energy += bucket.summary.energy;
+    if (!vote.all_used()) leave_out_unused(bucket);
+    if (bucket.segments.empty()) continue;
+    feedback::Feedback& feedback = memory(bucket);
+    gone += feedback.commit(compensated(bucket), bucket.result, divisor_of(feedback), unit_of(feedback));
   }
   if (regime == Regime::compress) {
     if (pipeline.selector) pipeline.selector->commit();
@@ -694,20 +694,20 @@ void Reducer::Inside::commit() {
 }
 
 // As in plain DDP, everyone sees that the step is lost.
-void Reducer::Inside::spoil() {
-  for (const auto& owner : parcels) {
-    Parcel& parcel = *owner;
-    if (on_device) device->spoil(parcel.segments);
-    for (const Segment& segment : parcel.segments) {
+void Reducer::Impl::spoil() {
+  for (const auto& owner : buckets) {
+    Bucket& bucket = *owner;
+    if (on_device) device->spoil(bucket.segments);
+    for (const Segment& segment : bucket.segments) {
       std::ranges::fill(segment.gradient, std::numeric_limits<float>::quiet_NaN());
     }
   }
 }
 
-void Reducer::Inside::abandon() noexcept {
+void Reducer::Impl::abandon() noexcept {
   under_way.clear();
-  for (const auto& parcel : parcels) {
-    if (parcel) parcel->task = {};
+  for (const auto& bucket : buckets) {
+    if (bucket) bucket->task = {};
   }
   // Once an exchange has started, peers may have heard of it, even if not from this rank.
   const bool begun = std::ranges::find(started, char{1}) != started.end();
@@ -718,7 +718,7 @@ void Reducer::Inside::abandon() noexcept {
 // ---- the face ----------------------------------------------------------------------------------
 
 Reducer::Reducer(Layout layout, const Spec& method)
-    : inside_(std::make_unique<Inside>(std::move(layout), method)) {}
+    : impl_(std::make_unique<Impl>(std::move(layout), method)) {}
 Reducer::Reducer(Layout layout, std::string_view method)
     : Reducer(std::move(layout), parse_spec(method)) {}
 Reducer::~Reducer() = default;
@@ -726,28 +726,28 @@ Reducer::Reducer(Reducer&&) noexcept = default;
 Reducer& Reducer::operator=(Reducer&&) noexcept = default;
 
 void Reducer::agree(Communicator& comm) {
-  inside_->expect_closed("agree");
-  comm.enter({comm::Place::Kind::agree, inside_->step});
-  expect_same_text(comm, "step " + std::to_string(inside_->step) + "\n" + inside_->description);
-  inside_->agreed_ranks = comm.size();
-  inside_->forget_order();
+  impl_->expect_closed("agree");
+  comm.enter({comm::Place::Kind::agree, impl_->step});
+  expect_same_text(comm, "step " + std::to_string(impl_->step) + "\n" + impl_->description);
+  impl_->agreed_ranks = comm.size();
+  impl_->forget_order();
 }
 
 void Reducer::begin(Communicator& comm, float loss_scale) {
   const FloatMode mode;
-  inside_->expect_closed("begin");
-  if (inside_->agreed_ranks != comm.size()) agree(comm);
-  inside_->agree_on_order(comm);
-  inside_->begin(comm, loss_scale);
+  impl_->expect_closed("begin");
+  if (impl_->agreed_ranks != comm.size()) agree(comm);
+  impl_->agree_on_order(comm);
+  impl_->begin(comm, loss_scale);
 }
 
 void Reducer::add(std::span<const std::size_t> parameters, std::span<float> gradient, float most) {
   const FloatMode mode;
   try {
-    if (inside_->on_device) {
+    if (impl_->on_device) {
       throw std::invalid_argument("add: gradients must stay on the device, see on_device");
     }
-    inside_->add(parameters, gradient, most);
+    impl_->add(parameters, gradient, most);
   } catch (...) {
     abandon();
     throw;
@@ -757,10 +757,10 @@ void Reducer::add(std::span<const std::size_t> parameters, std::span<float> grad
 void Reducer::add_on_device(std::span<const std::size_t> parameters, float most) {
   const FloatMode mode;
   try {
-    if (!inside_->on_device) {
+    if (!impl_->on_device) {
       throw std::invalid_argument("add: gradients must come to main memory, see on_device");
     }
-    inside_->add(parameters, {}, most);
+    impl_->add(parameters, {}, most);
   } catch (...) {
     abandon();
     throw;
@@ -769,7 +769,7 @@ void Reducer::add_on_device(std::span<const std::size_t> parameters, float most)
 
 void Reducer::relocate(std::span<const std::size_t> parameters, std::span<float> gradient) {
   try {
-    inside_->relocate(parameters, gradient);
+    impl_->relocate(parameters, gradient);
   } catch (...) {
     abandon();
     throw;
@@ -777,16 +777,16 @@ void Reducer::relocate(std::span<const std::size_t> parameters, std::span<float>
 }
 
 void Reducer::use(Device* device) {
-  if (inside_->comm != nullptr) throw std::invalid_argument("use: a step is open");
-  inside_->settle_down(*inside_->pipeline.feedback, inside_->pipeline, device);
+  if (impl_->comm != nullptr) throw std::invalid_argument("use: a step is open");
+  impl_->move_memory(*impl_->pipeline.feedback, impl_->pipeline, device);
 }
 
 bool Reducer::progress() {
-  if (inside_->comm == nullptr) return false;
+  if (impl_->comm == nullptr) return false;
   const FloatMode mode;
   try {
-    inside_->go_on();
-    return !inside_->under_way.empty();
+    impl_->go_on();
+    return !impl_->under_way.empty();
   } catch (...) {
     abandon();
     throw;
@@ -794,28 +794,28 @@ bool Reducer::progress() {
 }
 
 bool Reducer::on_device() const {
-  return inside_->on_device;
+  return impl_->on_device;
 }
 
-void Reducer::attend(const Attendance& attendance) {
-  inside_->attend(attendance);
+void Reducer::participate(const Participation& participation) {
+  impl_->participate(participation);
 }
 
 const StepStats& Reducer::finish() {
   const FloatMode mode;
   try {
-    inside_->finish();
+    impl_->finish();
   } catch (...) {
     abandon();
     throw;
   }
-  return inside_->stats;
+  return impl_->stats;
 }
 
 const StepStats& Reducer::average(Communicator& comm, std::span<float> gradient) {
-  std::vector<std::size_t>& all = inside_->everything;
+  std::vector<std::size_t>& all = impl_->everything;
   if (all.empty()) {
-    all.resize(inside_->layout.count());
+    all.resize(impl_->layout.count());
     std::iota(all.begin(), all.end(), std::size_t{0});
   }
   begin(comm);
@@ -824,16 +824,16 @@ const StepStats& Reducer::average(Communicator& comm, std::span<float> gradient)
 }
 
 void Reducer::abandon() noexcept {
-  inside_->abandon();
+  impl_->abandon();
 }
 
 void Reducer::skip_to(std::uint64_t step) {
-  if (inside_->comm != nullptr) throw std::invalid_argument("skip_to: a step is open");
-  inside_->step = step;
+  if (impl_->comm != nullptr) throw std::invalid_argument("skip_to: a step is open");
+  impl_->step = step;
 }
 
 void Reducer::configure(const Spec& changes) {
-  Inside& now = *inside_;
+  Impl& now = *impl_;
   if (now.comm != nullptr) throw std::invalid_argument("configure: a step is open");
   Spec wanted = now.given;
   if (!changes.name.empty()) wanted.name = changes.name;
@@ -854,7 +854,7 @@ void Reducer::configure(const Spec& changes) {
       (next.choice == Choice::alone) != (now.pipeline.choice == Choice::alone);
   const bool keeps_memory = !(form_changes && next.feedback->is_estimate());
   // A device may refuse: so this comes before anything changes.
-  now.settle_down(keeps_memory ? *now.pipeline.feedback : *next.feedback, next, now.device);
+  now.move_memory(keeps_memory ? *now.pipeline.feedback : *next.feedback, next, now.device);
   if (keeps_memory) next.feedback = std::move(now.pipeline.feedback);
   if (same("threads")) next.threads = std::move(now.pipeline.threads);
   if (same("select")) next.selector = std::move(now.pipeline.selector);
@@ -864,51 +864,51 @@ void Reducer::configure(const Spec& changes) {
   now.given = std::move(wanted);
   const bool own_affair =
       changes.name.empty() && changes.settings.size() == 1 && changes.settings.contains("threads");
-  if (!own_affair) now.introduce();
+  if (!own_affair) now.describe_run();
 }
 
 void Reducer::set_mode(Mode mode) {
-  if (inside_->comm != nullptr) throw std::invalid_argument("set_mode: a step is open");
-  inside_->mode = mode;
-  inside_->introduce();
+  if (impl_->comm != nullptr) throw std::invalid_argument("set_mode: a step is open");
+  impl_->mode = mode;
+  impl_->describe_run();
 }
 
 Reducer::Mode Reducer::mode() const {
-  return inside_->mode;
+  return impl_->mode;
 }
 std::vector<std::vector<std::size_t>> Reducer::buckets() const {
   std::vector<std::vector<std::size_t>> all;
-  for (std::size_t b = 0; b < inside_->plan.count(); ++b) {
-    all.emplace_back(inside_->plan[b].begin(), inside_->plan[b].end());
+  for (std::size_t b = 0; b < impl_->plan.count(); ++b) {
+    all.emplace_back(impl_->plan[b].begin(), impl_->plan[b].end());
   }
   return all;
 }
 const Layout& Reducer::layout() const {
-  return inside_->layout;
+  return impl_->layout;
 }
 const Layout& Reducer::remembered() const {
-  return inside_->pipeline.compressed;
+  return impl_->pipeline.compressed;
 }
 const Spec& Reducer::spec() const {
-  return inside_->pipeline.spec;
+  return impl_->pipeline.spec;
 }
 const StepStats& Reducer::stats() const {
-  return inside_->stats;
+  return impl_->stats;
 }
 std::uint64_t Reducer::step() const {
-  return inside_->step;
+  return impl_->step;
 }
 
 double Reducer::density() const {
-  return inside_->mode == Mode::bypass ? 1 : inside_->pipeline.density_at(inside_->step);
+  return impl_->mode == Mode::bypass ? 1 : impl_->pipeline.density_at(impl_->step);
 }
 
 std::span<const float> Reducer::owed() const {
-  return inside_->pipeline.feedback->owed();
+  return impl_->pipeline.feedback->owed();
 }
 
 void Reducer::visit(StateVisitor& visitor) {
-  Inside& now = *inside_;
+  Impl& now = *impl_;
   if (now.comm != nullptr) throw std::invalid_argument("state: a step is open");
   const auto purpose = visitor.purpose();
   if (now.in_parts && purpose == StateVisitor::Purpose::save) {

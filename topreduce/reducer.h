@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "topreduce/attendance.h"
+#include "topreduce/participation.h"
 #include "topreduce/comm/communicator.h"
 #include "topreduce/layout.h"
 #include "topreduce/spec.h"
@@ -77,7 +77,7 @@ class TOPREDUCE_API Reducer {
   /// Says of the open step, before `finish`, that this rank left parameters unused, or has
   /// run out of data. What no rank used is not delivered: its gradient and what is owed stay. May
   /// be called again for further parameters.
-  void attend(const Attendance& attendance);
+  void participate(const Participation& participation);
 
   /// Votes, commits, and replaces every gradient with the mean over the ranks. If any rank had an
   /// infinity or NaN, or gradients so large (2^90 / ranks) that sums might become one, nothing is
@@ -128,8 +128,8 @@ class TOPREDUCE_API Reducer {
   void visit(StateVisitor& visitor);
 
  private:
-  struct Inside;
-  std::unique_ptr<Inside> inside_;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace topreduce

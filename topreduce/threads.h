@@ -66,20 +66,20 @@ class Threads {
 /// How a pass over `size` entries is cut. Depends on the size alone: whoever adds up stretch by
 /// stretch, in order, gets the same bits with any number of threads. Short vectors are one stretch,
 /// since waking a helper would cost more than it saves.
-class Stretches {
+class Chunks {
  public:
   static constexpr std::size_t kMost = 64;
 
   /// `cost`: of an entry, where a look is 1. Entries that belong together, `whole` from each
   /// multiple of it on, stay together.
-  explicit Stretches(std::size_t size, std::size_t cost = 1, std::size_t whole = 64)
+  explicit Chunks(std::size_t size, std::size_t cost = 1, std::size_t whole = 64)
       : size_(size), length_(std::max({grain / cost, (size + kMost - 1) / kMost, whole})) {
     length_ = (length_ + whole - 1) / whole * whole;
   }
 
   std::size_t count() const { return (size_ + length_ - 1) / length_; }
-  std::size_t begin(std::size_t stretch) const { return std::min(size_, stretch * length_); }
-  std::size_t length(std::size_t stretch) const { return begin(stretch + 1) - begin(stretch); }
+  std::size_t begin(std::size_t chunk) const { return std::min(size_, chunk * length_); }
+  std::size_t length(std::size_t chunk) const { return begin(chunk + 1) - begin(chunk); }
 
   /// The shortest stretch. Tests lower it, while nobody looks at it, to cut small models too.
   static inline std::size_t grain = std::size_t{1} << 17;

@@ -20,7 +20,7 @@ constexpr std::uint32_t kVote = 0xfffffffe;  // the exchange that its messages b
 constexpr int kRadix = 8;
 
 constexpr std::uint32_t kNotFinite = 1, kAsks = 2;    // in a word
-constexpr std::byte kJoined{1}, kDivideByPresent{2};  // in an attendance
+constexpr std::byte kJoined{1}, kDivideByPresent{2};  // in a participation
 
 // What travels; merged with others it says what all of them say.
 struct Word {
@@ -81,14 +81,14 @@ void StepVote::begin(std::size_t parameters, int ranks) {
   mine_.assign(1 + (parameters + 7) / 8, std::byte{0});
 }
 
-void StepVote::note(const Attendance& attendance) {
-  const bool joined = attendance.presence == Attendance::Presence::joined;
-  asks_ = asks_ || joined || !attendance.unused.empty();
+void StepVote::note(const Participation& participation) {
+  const bool joined = participation.presence == Participation::Presence::joined;
+  asks_ = asks_ || joined || !participation.unused.empty();
   if (joined) std::fill(mine_.begin() + 1, mine_.end(), std::byte{0xff});
   mine_[0] |=
       (joined ? kJoined : std::byte{0}) |
-      (attendance.divisor == Attendance::Divisor::present ? kDivideByPresent : std::byte{0});
-  for (const std::size_t id : attendance.unused) mine_[1 + byte_of(id)] |= bit_of(id);
+      (participation.divisor == Participation::Divisor::present ? kDivideByPresent : std::byte{0});
+  for (const std::size_t id : participation.unused) mine_[1 + byte_of(id)] |= bit_of(id);
 }
 
 // Each rank hears in every round of seven others, all of whom have heard of as many as it has:
@@ -137,20 +137,20 @@ std::uint64_t StepVote::hold(const Ballot& ballot, Communicator& comm) {
   finite_ = (word.flags & kNotFinite) == 0;
   loss_scale_ = word.largest_scale;
   if ((word.flags & kAsks) != 0) {
-    hold_attendance(comm);
+    hold_participation(comm);
     ++rounds;
   }
   return rounds;
 }
 
-void StepVote::hold_attendance(Communicator& comm) {
+void StepVote::hold_participation(Communicator& comm) {
   comm.all_gather(mine_, inbox_);
   unused_.assign(mine_.size() - 1, std::byte{0xff});
   int present = 0, by_present = 0;
   for (int r = 0; r < comm.size(); ++r) {
     const auto theirs = inbox_.from(r);
     if (theirs.size() != mine_.size()) {
-      throw WireError("attendance: " + std::to_string(theirs.size()) + " bytes from rank " +
+      throw WireError("participation: " + std::to_string(theirs.size()) + " bytes from rank " +
                       std::to_string(r) + ", expected " + std::to_string(mine_.size()));
     }
     for (std::size_t i = 0; i < unused_.size(); ++i) unused_[i] &= theirs[1 + i];

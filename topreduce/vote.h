@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "topreduce/attendance.h"
+#include "topreduce/participation.h"
 #include "topreduce/comm/communicator.h"
 #include "topreduce/storage.h"
 
@@ -12,7 +12,7 @@ namespace topreduce {
 /// The last words of a step, before anything is committed: every rank says that all its exchanges
 /// went through and whether all was finite, and hears it of all others, directly or through one
 /// that did. With P ranks that takes log8 P rounds of at most 7 short messages. A rank that has
-/// more to say (attendance.h) asks for one more round.
+/// more to say (participation.h) asks for one more round.
 class StepVote {
  public:
   /// A step starts: everyone is present and uses everything.
@@ -20,7 +20,7 @@ class StepVote {
 
   /// What this rank has to say beside its gradients, on top of what it said before. Parameters must
   /// exist.
-  void note(const Attendance& attendance);
+  void note(const Participation& participation);
 
   /// What this rank votes.
   struct Ballot {
@@ -43,7 +43,7 @@ class StepVote {
   int divisor() const { return divisor_; }
 
  private:
-  void hold_attendance(Communicator& comm);
+  void hold_participation(Communicator& comm);
 
   std::size_t parameters_ = 0;
   bool finite_ = true;

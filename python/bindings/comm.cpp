@@ -121,10 +121,10 @@ class PythonCommunicator final : public Communicator {
   }
   void part_of_others() { part_ = true; }
 
-  void settle() override {
-    if (!settles_) return;
+  void drain() override {
+    if (!drains_) return;
     const nb::gil_scoped_acquire gil;
-    call("settle");
+    call("drain");
   }
 
  protected:
@@ -137,7 +137,7 @@ class PythonCommunicator final : public Communicator {
     if (!asked_) {
       const nb::gil_scoped_acquire gil;
       polls_ = implements("receive_frames");
-      settles_ = implements("settle");
+      drains_ = implements("drain");
       asked_ = true;
     }
     bool watches = false;
@@ -159,10 +159,10 @@ class PythonCommunicator final : public Communicator {
   // process stood still does not count.
   void still_waiting(Patience::Clock::duration waited) override {
     constexpr std::chrono::milliseconds kBetween(100), kMost(1000);
-    if (waited < seen_) seen_ = counted_ = {};  // another wait
-    if (waited < seen_ + kBetween) return;
-    counted_ += std::min<Patience::Clock::duration>(waited - seen_, kMost);
-    seen_ = waited;
+    if (waited < summary_) summary_ = counted_ = {};  // another wait
+    if (waited < summary_ + kBetween) return;
+    counted_ += std::min<Patience::Clock::duration>(waited - summary_, kMost);
+    summary_ = waited;
     const nb::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
     call("still_waiting", std::chrono::duration<double>(counted_).count());
@@ -191,8 +191,8 @@ class PythonCommunicator final : public Communicator {
 
   std::size_t frame_limit_;
   bool part_ = false;
-  bool asked_ = false, polls_ = false, settles_ = false;  // what the subclass implements
-  Patience::Clock::duration seen_{}, counted_{};          // of the wait
+  bool asked_ = false, polls_ = false, drains_ = false;  // what the subclass implements
+  Patience::Clock::duration summary_{}, counted_{};          // of the wait
   std::mutex mutex_;
   std::optional<Places> places_;
 };
@@ -210,9 +210,9 @@ class LentRank final : public Decorator {
   explicit LentRank(Communicator& lender) : Decorator(lender) {}
   void give_back() { over_ = true; }
 
-  void settle() override {
+  void drain() override {
     check();
-    Decorator::settle();
+    Decorator::drain();
   }
 
  protected:
@@ -328,13 +328,13 @@ void lose(Communicator& self, int peer, const std::string& why, std::string_view
   self.mailbox().lose(peer_of(self, peer), loss, why);
 }
 
-void introduce(Communicator& self, std::string title, std::vector<int> names, bool all_hear) {
+void describe_run(Communicator& self, std::string title, std::vector<int> names, bool all_hear) {
   if (names.size() != at(self.size())) {
     throw std::invalid_argument("introduce: " + std::to_string(names.size()) + " names for " +
                                 std::to_string(self.size()) + " ranks");
   }
   if (!all_hear) written_in_python(self).part_of_others();
-  self.mailbox().introduce(std::move(title), std::move(names));
+  self.mailbox().describe_run(std::move(title), std::move(names));
 }
 
 }  // namespace
@@ -395,7 +395,7 @@ void bind_comm(nb::module_& module) {
           "still_waiting", [](Communicator&, double) {}, "seconds"_a,
           "Called ten times a second while a wait lasts; may raise to end it.")
       .def(
-          "settle", [](Communicator&) {},
+          "drain", [](Communicator&) {},
           "Wait until what was sent has left, where bytes move only in calls of the transport.")
 
       // What a transport calls.
@@ -410,7 +410,7 @@ void bind_comm(nb::module_& module) {
       .def(
           "awaited", [](Communicator& self) { return self.mailbox().awaited(); },
           "The peers that this rank waits for right now, unless they are lost.")
-      .def("introduce", &introduce, "title"_a, "names"_a, "all_hear"_a = true,
+      .def("introduce", &describe_run, "title"_a, "names"_a, "all_hear"_a = true,
            "How errors call this rank, and the numbers of all ranks in them. Unless `all_hear`, "
            "ranks\nat different places get WireError: others of the program are not told.")
       .def(

@@ -10,7 +10,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings.h"
-#include "topreduce/pending.h"
+#include "topreduce/compensated_gradient.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -19,7 +19,7 @@ using topreduce::Device;
 using topreduce::Index;
 using topreduce::Segment;
 using topreduce::SparseVector;
-using topreduce::kernels::Seen;
+using topreduce::kernels::Summary;
 
 namespace {
 
@@ -84,7 +84,7 @@ class PythonDevice : public Device {
     nb::object places = base == Base::owed ? nb::object(offsets) : nb::none();
     call("open", numbers_of(segments), places, scale);
   }
-  Seen survey() override {
+  Summary summarize() override {
     const nb::gil_scoped_acquire gil;
     const auto [energy, largest] = nb::cast<std::pair<double, float>>(call("survey"));
     return {energy, std::bit_cast<std::uint32_t>(largest) & 0x7fffffffu};

@@ -159,19 +159,19 @@ struct Owner {
     device = std::move(wanted);
   }
 
-  void attend(const std::vector<std::size_t>& unused, std::string_view presence,
+  void participate(const std::vector<std::size_t>& unused, std::string_view presence,
               std::string_view divisor) {
-    using topreduce::Attendance;
+    using topreduce::Participation;
     if (presence != "present" && presence != "joined") {
-      throw nb::value_error("attend: presence must be 'present' or 'joined'");
+      throw nb::value_error("participate: presence must be 'present' or 'joined'");
     }
     if (divisor != "ranks" && divisor != "present") {
-      throw nb::value_error("attend: divisor must be 'ranks' or 'present'");
+      throw nb::value_error("participate: divisor must be 'ranks' or 'present'");
     }
-    reducer.attend({.presence = presence == "joined" ? Attendance::Presence::joined
-                                                     : Attendance::Presence::present,
-                    .divisor = divisor == "present" ? Attendance::Divisor::present
-                                                    : Attendance::Divisor::ranks,
+    reducer.participate({.presence = presence == "joined" ? Participation::Presence::joined
+                                                     : Participation::Presence::present,
+                    .divisor = divisor == "present" ? Participation::Divisor::present
+                                                    : Participation::Divisor::ranks,
                     .unused = unused});
   }
 
@@ -280,9 +280,9 @@ void bind_reducer(nb::module_& module) {
       .def_prop_ro(
           "on_device", [](const Owner& self) { return self.reducer.on_device(); },
           "Whether gradients stay on the device, or must come to main memory.")
-      .def("attend", &Owner::attend, "unused"_a = std::vector<std::size_t>(),
+      .def("participate", &Owner::participate, "unused"_a = std::vector<std::size_t>(),
            "presence"_a = "present", "divisor"_a = "ranks",
-           nb::sig("def attend(self, unused: collections.abc.Sequence[int] = (), presence: str = "
+           nb::sig("def participate(self, unused: collections.abc.Sequence[int] = (), presence: str = "
                    "'present', divisor: str = 'ranks') -> None"),
            "Say, before the last `add`, once or bit by bit, which parameters this rank left "
            "`unused`, whether it has\n"

@@ -33,7 +33,7 @@ def run_step(
     reducer.begin(comm, loss_scale)
     for number, (bucket, array) in enumerate(zip(buckets, arrays, strict=True), 1):
         if unused and number == len(buckets):
-            reducer.attend(unused=unused)
+            reducer.participate(unused=unused)
         reducer.add(bucket, array)
     stats = reducer.finish()
     means = [np.empty(0, np.float32)] * len(sizes)

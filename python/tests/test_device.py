@@ -109,7 +109,7 @@ class Twins:
         self.there.begin(comm, loss_scale)
         for number, bucket in enumerate(buckets):
             if unused and number == len(buckets) - 1:
-                self.there.attend(unused=unused)
+                self.there.participate(unused=unused)
             together = torch.cat([means[p] for p in bucket])
             self.device.hold(bucket, [sizes[p] for p in bucket], together)
             for p, mean in zip(bucket, together.split([sizes[p] for p in bucket]), strict=True):

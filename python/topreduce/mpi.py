@@ -53,7 +53,7 @@ class Communicator(topreduce.Communicator):
         except MPI.Exception as error:
             raise topreduce.CommError(f"rank {self.rank}: {error}") from error
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         end = time.monotonic() + _FOR_LONG
         while self._sends and time.monotonic() < end:
             self.receive_frames()

@@ -117,9 +117,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   if (sealed) message.resize(kHeaderBytes);
   message.insert(message.end(), input.rest().begin(), input.rest().end());
   if (sealed) {
-    const bool stretch = kind % 2 == 1;
-    seal(envelope, stretch ? Kind::stretch : Kind::entries, static_cast<Vote>(kind / 2 % 2),
-         stretch ? lengths[0] + lengths[1] : count, message);
+    const bool chunk = kind % 2 == 1;
+    seal(envelope, chunk ? Kind::stretch : Kind::entries, static_cast<Vote>(kind / 2 % 2),
+         chunk ? lengths[0] + lengths[1] : count, message);
   }
   // A copy without spare room, so that the sanitizer sees a reader that runs over the end.
   const std::vector<std::byte> exact(message.begin(), message.end());

@@ -130,8 +130,8 @@ void Communicator::flush() {
 }
 
 void Communicator::poll() {
-  for (std::uint64_t seen = version();; seen = version()) {
-    if (!receive_frames() || version() == seen) break;
+  for (std::uint64_t known = version();; known = version()) {
+    if (!receive_frames() || version() == known) break;
   }
   if (mailbox_->differs()) compare_places();
   mailbox_->check(rank_);
@@ -150,15 +150,15 @@ void Patience::pause() const {
   if (waited() >= spin_) std::this_thread::sleep_for(std::clamp(nap, kLeast, kMost));
 }
 
-void Communicator::wait_for_any(std::uint64_t seen) {
+void Communicator::wait_for_any(std::uint64_t known) {
   flush();
-  if (mailbox_->version() != seen) return;
+  if (mailbox_->version() != known) return;
   mailbox_->check(rank_);  // what is expected since may be expected of one that is lost
-  if (!receive_frames()) return mailbox_->wait(seen);
+  if (!receive_frames()) return mailbox_->wait(known);
   for (const Patience patience(spin());;) {
     patience.pause();
     receive_frames();
-    if (mailbox_->version() != seen) return;
+    if (mailbox_->version() != known) return;
     still_waiting(patience.waited());
   }
 }
@@ -177,11 +177,11 @@ void Communicator::compare_places() {
   }
   stay();
   for (;;) {
-    const std::uint64_t seen = mailbox_->version();
+    const std::uint64_t known = mailbox_->version();
     receive_frames();
     if (mailbox_->heard_all(rank_)) break;
     mailbox_->check(rank_);
-    wait_for_any(seen);
+    wait_for_any(known);
   }
   together_ = true;
   misplaced(mailbox_->title(rank_) +
@@ -230,7 +230,7 @@ void Communicator::gather(Call call, PartFor&& part_for, Inbox& inbox) {
     post(peer, tag, {&head, 1}, part_for(peer));
   }
   wait(tag, at(size_ - 1));
-  settle();
+  drain();
   inbox.counts.clear();
   std::size_t bytes = 0;
   const auto own = part_for(rank_);

@@ -102,11 +102,11 @@ class TOPREDUCE_API Communicator {
     wait(tag, count, [] {});
   }
   /// Sends what was posted, and waits until anything comes.
-  void wait_for_any(std::uint64_t seen);
+  void wait_for_any(std::uint64_t known);
   std::uint64_t version() const { return mailbox_->version(); }
   /// Waits until what was sent has left this rank, where bytes move only while the transport is
   /// called: before a rank computes for long, or peers wait for as long. Collectives end with it.
-  virtual void settle() {}
+  virtual void drain() {}
   /// Frees memory far larger than what was sent and received since the last call: dense steps leave
   /// it.
   void trim();
@@ -198,12 +198,12 @@ template <class Came>
 void Communicator::wait(const Tag& tag, std::size_t count, Came&& came) {
   flush();
   for (;;) {
-    const std::uint64_t seen = version();
+    const std::uint64_t known = version();
     const bool done = arrived(tag) >= count;
     check_peers();  // after that: what has arrived may be of another place
     came();
     if (done) return;
-    wait_for_any(seen);
+    wait_for_any(known);
   }
 }
 

@@ -11,7 +11,7 @@ class TOPREDUCE_API Decorator : public Communicator {
   explicit Decorator(Communicator& inner)
       : Communicator(inner.rank(), inner.size(), inner.mailbox_), inner_(&inner) {}
 
-  void settle() override { inner_->settle(); }
+  void drain() override { inner_->drain(); }
   bool has_native_all_reduce() const override { return inner_->has_native_all_reduce(); }
 
  protected:

@@ -221,7 +221,7 @@ bool Mailbox::waits_for(const Peer& peer) const {
   return peer.expected > 0 || (expects_all_ && peer.epoch < epoch_);
 }
 
-void Mailbox::introduce(std::string title, std::vector<int> names) {
+void Mailbox::describe_run(std::string title, std::vector<int> names) {
   const std::lock_guard lock(mutex_);
   title_ = std::move(title);
   names_ = std::move(names);
@@ -309,9 +309,9 @@ std::uint64_t Mailbox::version() const {
   return version_;
 }
 
-void Mailbox::wait(std::uint64_t seen) {
+void Mailbox::wait(std::uint64_t known) {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return version_ != seen; });
+  changed_.wait(lock, [&] { return version_ != known; });
 }
 
 void Mailbox::check(int rank) const {

@@ -72,7 +72,7 @@ class TOPREDUCE_API Mailbox {
   std::vector<int> awaited() const;
 
   /// How errors call this rank, "rank 0 of 4", and the number that each rank has in them.
-  void introduce(std::string title, std::vector<int> names);
+  void describe_run(std::string title, std::vector<int> names);
 
   // ---- the rank itself ----
 
@@ -93,8 +93,8 @@ class TOPREDUCE_API Mailbox {
 
   /// A number that changes whenever something comes.
   std::uint64_t version() const;
-  /// Until the version is another one than `seen`.
-  void wait(std::uint64_t seen);
+  /// Until the version is another one than `known`.
+  void wait(std::uint64_t known);
 
   /// Throws CommError or WireError if a peer is lost of whom something is expected.
   void check(int rank) const;

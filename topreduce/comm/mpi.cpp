@@ -169,7 +169,7 @@ void Mpi::reap_sends() {
 }
 
 // Ranks that share cores get nowhere if one of them computes while its bytes wait to be fetched.
-void Mpi::settle() {
+void Mpi::drain() {
   progress_until([&] { return sends_.frames.empty(); }, kForLong);
 }
 

@@ -36,7 +36,7 @@ class TOPREDUCE_API Mpi final : public Communicator {
   Mpi(const Mpi&) = delete;
   Mpi& operator=(const Mpi&) = delete;
 
-  void settle() override;
+  void drain() override;
   bool has_native_all_reduce() const override { return true; }
 
  protected:

@@ -113,7 +113,7 @@ void reduce_natively(Channel& channel, std::span<float> values, std::span<float>
 
 }  // namespace
 
-Task all_reduce(Channel& channel, const Pending& pending, std::span<const Index> places,
+Task all_reduce(Channel& channel, const CompensatedGradient& compensated, std::span<const Index> places,
                 std::span<float> values, std::span<float> settled) {
   if (channel.native()) {
     reduce_natively(channel, values, settled);
@@ -123,8 +123,8 @@ Task all_reduce(Channel& channel, const Pending& pending, std::span<const Index>
   auto loan = channel.workspace().cuts.take(channel.number());
   Cuts& cuts = *loan;
   cuts.clear();
-  make_room(cuts, pending.segments().size() * parts + 1);
-  for (const Segment& segment : pending.segments()) {
+  make_room(cuts, compensated.segments().size() * parts + 1);
+  for (const Segment& segment : compensated.segments()) {
     for (std::size_t r = 0; r < parts; ++r) {
       const auto cut = static_cast<Index>(segment.start + segment.size() * r / parts);
       const auto found = std::ranges::lower_bound(places, cut) - places.begin();

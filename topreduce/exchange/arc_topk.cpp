@@ -90,28 +90,28 @@ class ArcTopK final : public Exchange {
     }
   }
 
-  Task run(const Pending& pending, const SparseVector&, const Budget& budget, Channel& channel,
-           Delivery& delivery) override {
+  Task run(const CompensatedGradient& compensated, const SparseVector&, const Budget& budget, Channel& channel,
+           Result& result) override {
     const auto work = works_.take(channel.number());
     {
       Stopwatch watch(channel.seconds(Stage::look));
-      sketch(pending, budget, *work);
+      sketch(compensated, budget, *work);
     }
     if (!work->rows.empty()) co_await all_reduce(channel, work->sketches, {});
     {
       Stopwatch watch(channel.seconds(Stage::choose));
       score(*work);
-      choose(pending, budget, work->rows);
-      take(pending, work->rows, delivery);
+      choose(compensated, budget, work->rows);
+      take(compensated, work->rows, result);
       channel.expect_same(fingerprint_of_choice(work->rows),
                           "the ranks hand over different parameters (all must add the same ones "
                           "in every step), or chose different rows");
     }
     // In even parts, as rows may lie close together; if values are rounded, in parts that do not
     // depend on the bucket cut, because who adds up a part owes its rounding.
-    SparseVector &sum = delivery.sum, &settled = delivery.settled;
+    SparseVector &sum = result.sum, &settled = result.settled;
     if (channel.rounds_values()) {
-      co_await all_reduce(channel, pending, sum.indices, sum.values, settled.values);
+      co_await all_reduce(channel, compensated, sum.indices, sum.values, settled.values);
     } else {
       co_await all_reduce(channel, sum.values, settled.values);
     }
@@ -129,19 +129,19 @@ class ArcTopK final : public Exchange {
  private:
   // ---- first all-reduce: sketches ----
 
-  void sketch(const Pending& pending, const Budget& budget, Work& work) {
+  void sketch(const CompensatedGradient& compensated, const Budget& budget, Work& work) {
     work.rows.clear();
-    for (const Segment& segment : pending.segments()) list_rows(segment, work.rows);
+    for (const Segment& segment : compensated.segments()) list_rows(segment, work.rows);
     make_room(work.sketches, work.rows.size() * options_.sketch);
     work.sketches.resize(work.rows.size() * options_.sketch);
     auto out = std::span(work.sketches);
-    for (const Segment& segment : pending.segments()) {
+    for (const Segment& segment : compensated.segments()) {
       const Rows& rows = parameters_[segment.parameter];
       if (rows.count == 0) continue;
       draw_directions(rows, budget);
-      const kernels::Terms terms = pending.terms(segment);
-      const std::size_t parts = std::min(rows.count, Stretches(terms.size()).count());
-      pending.threads().for_each(parts, [&](std::size_t p) {
+      const kernels::Terms terms = compensated.terms(segment);
+      const std::size_t parts = std::min(rows.count, Chunks(terms.size()).count());
+      compensated.threads().for_each(parts, [&](std::size_t p) {
         for (std::size_t i = rows.count * p / parts; i < rows.count * (p + 1) / parts; ++i) {
           const std::size_t at = i * rows.width;
           const auto row = terms.part(at, std::min(rows.width, terms.size() - at));
@@ -195,10 +195,10 @@ class ArcTopK final : public Exchange {
     }
   }
 
-  void choose(const Pending& pending, const Budget& budget, Buffer<Row>& all) {
+  void choose(const CompensatedGradient& compensated, const Budget& budget, Buffer<Row>& all) {
     auto rest = std::span(all);
     if (options_.ranked == Ranked::model) return choose(rest, 0, budget);
-    for (const Segment& segment : pending.segments()) {
+    for (const Segment& segment : compensated.segments()) {
       const Rows& rows = parameters_[segment.parameter];
       choose(rest.first(rows.count), rows.first_draw, budget);
       rest = rest.subspan(rows.count);
@@ -251,30 +251,30 @@ class ArcTopK final : public Exchange {
 
   // ---- second all-reduce: the rows ----
 
-  void take(const Pending& pending, std::span<const Row> all, Delivery& delivery) const {
+  void take(const CompensatedGradient& compensated, std::span<const Row> all, Result& result) const {
     std::size_t count = 0;
     for (const Row& row : all) count += row.chosen ? row.size : 0;
-    for (const Segment& segment : pending.segments()) {
+    for (const Segment& segment : compensated.segments()) {
       if (parameters_[segment.parameter].count == 0) count += segment.size();
     }
-    delivery.sum.resize(count);
+    result.sum.resize(count);
     std::size_t at = 0;
     const auto add = [&](const kernels::Terms& terms, Index start) {
-      const auto indices = std::span(delivery.sum.indices).subspan(at, terms.size());
+      const auto indices = std::span(result.sum.indices).subspan(at, terms.size());
       std::iota(indices.begin(), indices.end(), start);
-      kernels::evaluate(terms, std::span(delivery.sum.values).subspan(at, terms.size()));
+      kernels::evaluate(terms, std::span(result.sum.values).subspan(at, terms.size()));
       at += terms.size();
     };
     const Row* row = all.data();
-    for (const Segment& segment : pending.segments()) {
-      const kernels::Terms terms = pending.terms(segment);
+    for (const Segment& segment : compensated.segments()) {
+      const kernels::Terms terms = compensated.terms(segment);
       const std::size_t rows = parameters_[segment.parameter].count;
       if (rows == 0) add(terms, segment.start);
       for (const Row* end = row + rows; row != end; ++row) {
         if (row->chosen) add(terms.part(row->start - segment.start, row->size), row->start);
       }
     }
-    delivery.settled.assign(delivery.sum);
+    result.settled.assign(result.sum);
   }
 
   Options options_;

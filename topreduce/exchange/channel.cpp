@@ -18,7 +18,7 @@ constexpr std::size_t kMostAround = 64;  // bytes that stand around values, or a
 
 }  // namespace
 
-void Channel::open(Communicator& comm, const Subject& subject, const Pending& pending,
+void Channel::open(Communicator& comm, const Subject& subject, const CompensatedGradient& compensated,
                    StepStats& stats, Workspace& workspace) {
   comm_ = &comm;
   stats_ = &stats;
@@ -26,11 +26,11 @@ void Channel::open(Communicator& comm, const Subject& subject, const Pending& pe
   workspace_ = &workspace;
   subject_ = subject;
   values_ = subject.values;
-  contents_ = Fingerprint().add(subject.parameters).add(pending.size()).long_value();
+  contents_ = Fingerprint().add(subject.parameters).add(compensated.size()).long_value();
   disagreement_ = wire::Identity().disagreement;
   chosen_ = false;
   parameters_.clear();
-  for (const Segment& segment : pending.segments()) {
+  for (const Segment& segment : compensated.segments()) {
     parameters_.push_back({segment.start, segment.start + static_cast<Index>(segment.size())});
   }
   rounds_ = 0;

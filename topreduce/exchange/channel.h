@@ -9,7 +9,7 @@
 #include "topreduce/exchange/frame_pool.h"
 #include "topreduce/exchange/regions.h"
 #include "topreduce/fingerprint.h"
-#include "topreduce/pending.h"
+#include "topreduce/compensated_gradient.h"
 #include "topreduce/pool.h"
 #include "topreduce/stats.h"
 #include "topreduce/wire/payload.h"
@@ -51,8 +51,8 @@ struct Subject {
 /// is sent is not changed; `rounded` becomes what receivers read.
 class Channel {
  public:
-  /// Starts an exchange over the segments of `pending`.
-  void open(Communicator& comm, const Subject& subject, const Pending& pending, StepStats& stats,
+  /// Starts an exchange over the segments of `compensated`.
+  void open(Communicator& comm, const Subject& subject, const CompensatedGradient& compensated, StepStats& stats,
             Workspace& workspace);
 
   int rank() const { return comm_->rank(); }

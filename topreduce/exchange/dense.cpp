@@ -14,13 +14,13 @@ namespace {
 
 class Dense final : public Exchange {
  public:
-  Task run(const Pending& pending, const SparseVector&, const Budget&, Channel& channel,
-           Delivery& delivery) override {
-    delivery.extent = Delivery::Extent::whole;
-    delivery.dense_sum.resize(pending.size());
-    delivery.dense_settled.resize(channel.rounds_values() ? pending.size() : 0);
-    pending.evaluate(delivery.dense_sum);
-    co_await all_reduce(channel, pending, {}, delivery.dense_sum, delivery.dense_settled);
+  Task run(const CompensatedGradient& compensated, const SparseVector&, const Budget&, Channel& channel,
+           Result& result) override {
+    result.extent = Result::Extent::whole;
+    result.dense_sum.resize(compensated.size());
+    result.dense_settled.resize(channel.rounds_values() ? compensated.size() : 0);
+    compensated.evaluate(result.dense_sum);
+    co_await all_reduce(channel, compensated, {}, result.dense_sum, result.dense_settled);
   }
 
   Cost cost(double, double size, int ranks) const override {

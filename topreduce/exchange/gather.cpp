@@ -14,13 +14,13 @@ namespace {
 
 class Gather final : public Exchange {
  public:
-  Task run(const Pending& pending, const SparseVector& selected, const Budget&, Channel& channel,
-           Delivery& delivery) override {
-    const auto round = channel.send_to_all(channel.parameters(), selected, delivery.settled);
+  Task run(const CompensatedGradient& compensated, const SparseVector& selected, const Budget&, Channel& channel,
+           Result& result) override {
+    const auto round = channel.send_to_all(channel.parameters(), selected, result.settled);
     co_await channel.arrival(round);
     Parts& parts = channel.workspace().incoming;
-    channel.read_from_all(round, delivery.settled, parts);
-    channel.workspace().adder.add(parts, pending.size(), delivery.sum);
+    channel.read_from_all(round, result.settled, parts);
+    channel.workspace().adder.add(parts, compensated.size(), result.sum);
   }
 
   Cost cost(double k, double, int ranks) const override {

@@ -27,8 +27,8 @@ namespace {
 
 class GTopk final : public Exchange {
  public:
-  Task run(const Pending& pending, const SparseVector& selected, const Budget& budget,
-           Channel& channel, Delivery& delivery) override {
+  Task run(const CompensatedGradient& compensated, const SparseVector& selected, const Budget& budget,
+           Channel& channel, Result& result) override {
     // A budget for everything cuts nothing, however the entries lie.
     const bool at_once =
         budget.exchanges == Budget::Exchanges::one || budget.entries >= budget.model;
@@ -59,7 +59,7 @@ class GTopk final : public Exchange {
       co_await channel.arrival(meeting);
       channel.read(meeting, from, received_);
       channel.close(meeting);
-      merge(pending, at_once ? budget.entries : 0, *sum, (*changes)[comm::at(round) + 1]);
+      merge(compensated, at_once ? budget.entries : 0, *sum, (*changes)[comm::at(round) + 1]);
     }
     // The root rounds for everyone; the others hand on what they got as it came.
     const auto payload = work.payloads.take(channel.number());
@@ -69,7 +69,7 @@ class GTopk final : public Exchange {
       rounded->assign(*sum);
       if (ranks > 1) channel.encode(channel.parameters(), *sum, *rounded, *payload);
       take_from(*rounded, changes->back());
-      delivery.sum.assign(*rounded);
+      result.sum.assign(*rounded);
     }
     for (int round = rounds; round-- > 0;) {
       const int stride = 1 << round, place = rank % (2 * stride);
@@ -83,10 +83,10 @@ class GTopk final : public Exchange {
       co_await channel.arrival(handing);
       const auto came = channel.payload(handing, from);
       payload->assign(came.begin(), came.end());
-      channel.read(handing, from, delivery.sum);
+      channel.read(handing, from, result.sum);
       channel.close(handing);
     }
-    work.adder.add(*changes, pending.size(), delivery.settled);
+    work.adder.add(*changes, compensated.size(), result.settled);
   }
 
   Cost cost(double k, double, int ranks) const override {
@@ -102,17 +102,17 @@ class GTopk final : public Exchange {
   }
 
   // Adds received_ to `sum` and cuts: to the k strongest or, with k = 0, by parameter.
-  void merge(const Pending& pending, std::size_t k, SparseVector& sum, SparseVector& cut) {
+  void merge(const CompensatedGradient& compensated, std::size_t k, SparseVector& sum, SparseVector& cut) {
     meeting_[0].assign(sum);
     meeting_[1].assign(received_);
-    adder_.add(meeting_, pending.size(), merged_);
+    adder_.add(meeting_, compensated.size(), merged_);
     sum.clear();
     if (k > 0) {
       keep(merged_, 0, merged_.size(), k, sum, cut);
       return;
     }
     std::size_t first = 0, of_mine = 0, of_theirs = 0;
-    for (const Segment& segment : pending.segments()) {
+    for (const Segment& segment : compensated.segments()) {
       const std::uint64_t end = segment.start + std::uint64_t{segment.size()};
       const std::size_t last = next_from(merged_, first, end);
       const std::size_t mine = next_from(meeting_[0], of_mine, end);

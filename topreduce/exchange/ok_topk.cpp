@@ -99,8 +99,8 @@ class OkTopk final : public Exchange {
     delivered_ = 0;
   }
 
-  Task run(const Pending& pending, const SparseVector& selected, const Budget&, Channel& channel,
-           Delivery& delivery) override {
+  Task run(const CompensatedGradient& compensated, const SparseVector& selected, const Budget&, Channel& channel,
+           Result& result) override {
     Workspace& work = channel.workspace();
     const auto regions = work.regions.take(channel.number());
     const auto sent = work.vectors.take(channel.number()),
@@ -120,24 +120,24 @@ class OkTopk final : public Exchange {
                         kOtherState);
     if (agree_) {
       const auto bounds = bounds_.take(channel.number());
-      regions_.propose(pending.segments(), selected, *bounds);
+      regions_.propose(compensated.segments(), selected, *bounds);
       const wire::Values given = channel.set_values(wire::Values::fp32);
       co_await all_reduce(channel, *bounds, {});
       channel.set_values(given);
-      regions_.learn(pending.segments(), *bounds);
+      regions_.learn(compensated.segments(), *bounds);
     }
-    regions_.map(pending.segments(), channel.ranks(), *regions);
+    regions_.map(compensated.segments(), channel.ranks(), *regions);
     Fingerprint ends;
     for (const Regions::Piece& piece : regions->pieces) ends.add(piece.end);
     channel.expect_same(ends, kOtherState);
     outgoing_.resize(ranks);
     split(selected, regions->pieces, outgoing_);
     const auto to_owners = channel.send_to_each(outgoing_, *regions, rounded_);
-    work.adder.add(rounded_, pending.size(), *sent);
+    work.adder.add(rounded_, compensated.size(), *sent);
     rounded->assign(outgoing_[own]);
     co_await channel.arrival(to_owners);
     channel.read_from_each(to_owners, *regions, *rounded, work.incoming);
-    work.adder.add(work.incoming, pending.size(), *reduced);
+    work.adder.add(work.incoming, compensated.size(), *reduced);
 
     // Cut.
     bool crowded = skew_ > control_.balance;
@@ -158,7 +158,7 @@ class OkTopk final : public Exchange {
       const std::size_t grain = (kFewest + together - 1) / together * together;
       deal_out(*rounding, regions->pieces, own, grain, outgoing_);
       const auto to_carriers = channel.send_to_carriers(outgoing_, *regions, rounded_);
-      work.adder.add(rounded_, pending.size(), *rounded);
+      work.adder.add(rounded_, compensated.size(), *rounded);
       co_await channel.arrival(to_carriers);
       const auto to_all = channel.carry_to_all(to_carriers);
       co_await channel.arrival(to_all);
@@ -171,18 +171,18 @@ class OkTopk final : public Exchange {
           work.incoming);
     }
     take_from(*rounded, *rounding);
-    work.adder.add(work.incoming, pending.size(), shown_);
+    work.adder.add(work.incoming, compensated.size(), shown_);
     remember(shown_);
-    delivery.sum.clear();
+    result.sum.clear();
     if (exact_ && !at_once_) {
-      append_if(shown_, at_least(cut_), delivery.sum);
+      append_if(shown_, at_least(cut_), result.sum);
     } else {
-      delivery.sum.assign(shown_);
+      result.sum.assign(shown_);
     }
-    settle(pending.size(), *sent, *rounding, work.adder, delivery);
-    delivered_ += static_cast<double>(delivery.sum.size());
+    settle(compensated.size(), *sent, *rounding, work.adder, result);
+    delivered_ += static_cast<double>(result.sum.size());
     counts_.resize(ranks);
-    count_by_owner(delivery.sum, regions->pieces, counts_);
+    count_by_owner(result.sum, regions->pieces, counts_);
   }
 
   Cost cost(double k, double, int ranks) const override {
@@ -236,12 +236,12 @@ class OkTopk final : public Exchange {
 
   // What this rank sent and everyone got; as owner, also the rounding of what everyone got.
   void settle(Index universe, SparseVector& sent, SparseVector& rounding, Adder& adder,
-              Delivery& delivery) {
-    intersect(sent, delivery.sum);
-    intersect(rounding, delivery.sum);
+              Result& result) {
+    intersect(sent, result.sum);
+    intersect(rounding, result.sum);
     settling_[0].assign(sent);
     settling_[1].assign(rounding);
-    adder.add(settling_, universe, delivery.settled);
+    adder.add(settling_, universe, result.settled);
   }
 
   // Between exact steps. Where too many were delivered, everyone has seen the k-th of them; the

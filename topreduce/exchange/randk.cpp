@@ -18,21 +18,21 @@ namespace {
 
 class RandK final : public Exchange {
  public:
-  Task run(const Pending& pending, const SparseVector&, const Budget& budget, Channel& channel,
-           Delivery& delivery) override {
+  Task run(const CompensatedGradient& compensated, const SparseVector&, const Budget& budget, Channel& channel,
+           Result& result) override {
     // An interval of a segment meets at most two stretches more than its share; a turn makes two.
     const std::size_t most =
-        pending.size() * budget.entries / std::max<std::size_t>(1, budget.model) +
-        4 * pending.segments().size();
-    delivery.sum.reserve(most);
-    delivery.settled.reserve(most);
-    Buffer<Index>& indices = delivery.sum.indices;
+        compensated.size() * budget.entries / std::max<std::size_t>(1, budget.model) +
+        4 * compensated.segments().size();
+    result.sum.reserve(most);
+    result.settled.reserve(most);
+    Buffer<Index>& indices = result.sum.indices;
     indices.clear();
-    for (const Segment& segment : pending.segments()) draw(segment, budget, indices);
-    delivery.sum.resize(indices.size());
-    pending.gather(indices, delivery.sum.values);
-    delivery.settled.assign(delivery.sum);
-    co_await all_reduce(channel, pending, indices, delivery.sum.values, delivery.settled.values);
+    for (const Segment& segment : compensated.segments()) draw(segment, budget, indices);
+    result.sum.resize(indices.size());
+    compensated.gather(indices, result.sum.values);
+    result.settled.assign(result.sum);
+    co_await all_reduce(channel, compensated, indices, result.sum.values, result.settled.values);
   }
 
   Cost cost(double k, double, int ranks) const override {

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "topreduce/layout.h"
-#include "topreduce/pending.h"
+#include "topreduce/compensated_gradient.h"
 #include "topreduce/sparse_vector.h"
 #include "topreduce/state.h"
 #include "topreduce/wire/payload.h"

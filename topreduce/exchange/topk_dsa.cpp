@@ -24,23 +24,23 @@ class TopkDsa final : public Exchange {
  public:
   explicit TopkDsa(const Layout& layout) : regions_(layout) {}
 
-  Task run(const Pending& pending, const SparseVector& selected, const Budget&, Channel& channel,
-           Delivery& delivery) override {
+  Task run(const CompensatedGradient& compensated, const SparseVector& selected, const Budget&, Channel& channel,
+           Result& result) override {
     Workspace& work = channel.workspace();
     const auto regions = work.regions.take(channel.number());
     const auto sent = work.vectors.take(channel.number()),
                rounding = work.vectors.take(channel.number());
     const auto rounded = work.vectors.take(channel.number());
-    regions_.map(pending.segments(), channel.ranks(), *regions);
+    regions_.map(compensated.segments(), channel.ranks(), *regions);
     outgoing_.resize(comm::at(channel.ranks()));
     split(selected, regions->pieces, outgoing_);
     const auto to_owners = channel.send_to_each(outgoing_, *regions, rounded_);
-    work.adder.add(rounded_, pending.size(), *sent);
+    work.adder.add(rounded_, compensated.size(), *sent);
     rounding->assign(outgoing_[comm::at(channel.rank())]);
     co_await channel.arrival(to_owners);
 
     channel.read_from_each(to_owners, *regions, *rounding, work.incoming);
-    work.adder.add(work.incoming, pending.size(), *rounding);
+    work.adder.add(work.incoming, compensated.size(), *rounding);
     const auto to_all =
         channel.send_to_all(regions->owned[comm::at(channel.rank())], *rounding, *rounded);
     take_from(*rounded, *rounding);  // the rounding of its sums is the owner's
@@ -49,10 +49,10 @@ class TopkDsa final : public Exchange {
     channel.read_from_all(
         to_all, [&](int r) { return wire::Pieces(regions->owned[comm::at(r)]); }, *rounded,
         work.incoming);
-    work.adder.add(work.incoming, pending.size(), delivery.sum);
+    work.adder.add(work.incoming, compensated.size(), result.sum);
     settling_[0].assign(*sent);
     settling_[1].assign(*rounding);
-    work.adder.add(settling_, pending.size(), delivery.settled);
+    work.adder.add(settling_, compensated.size(), result.settled);
   }
 
   Cost cost(double k, double size, int ranks) const override {

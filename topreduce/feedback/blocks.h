@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "topreduce/pending.h"
+#include "topreduce/compensated_gradient.h"
 
 namespace topreduce::feedback {
 
@@ -39,11 +39,11 @@ struct Block {
   std::span<float> gradient;  ///< end - start entries
 };
 
-/// Calls body(Block) for all of `pending` in [begin, end) of the exchange, in order.
+/// Calls body(Block) for all of `compensated` in [begin, end) of the exchange, in order.
 template <class Body>
-void for_each_block(const Pending& pending, std::size_t begin, std::size_t end, Body&& body) {
+void for_each_block(const CompensatedGradient& compensated, std::size_t begin, std::size_t end, Body&& body) {
   constexpr std::size_t kBlock = 1 << 14;
-  pending.visit(begin, end, [&](const Segment& segment, std::size_t first, std::size_t count) {
+  compensated.visit(begin, end, [&](const Segment& segment, std::size_t first, std::size_t count) {
     for (std::size_t at = first; at < first + count; at += kBlock) {
       const std::size_t start = segment.start + at, size = std::min(kBlock, first + count - at);
       body(Block{start, start + size, segment.offset + at, segment.gradient.subspan(at, size)});

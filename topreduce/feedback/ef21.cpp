@@ -37,22 +37,22 @@ class EF21 final : public Feedback {
     return mean_.empty() ? HeldMean{base_, -1} : HeldMean{mean_, 1};
   }
 
-  double commit(const Pending& pending, const exchange::Delivery& delivery, int ranks,
+  double commit(const CompensatedGradient& compensated, const exchange::Result& result, int ranks,
                 float unit) override {
     const auto divisor = static_cast<float>(ranks);
     const bool own = !mean_.empty();
     started_ = 1;
-    return sum_over_blocks(pending, delivery, [&](const Block& block, Walk& walk) {
+    return sum_over_blocks(compensated, result, [&](const Block& block, Walk& walk) {
       double gone = 0;
       const std::size_t n = block.gradient.size();
       const std::span<float> base(base_.data() + block.offset, n);
       const std::span<float> mean = own ? std::span(mean_.data() + block.offset, n) : base;
-      if (pending.plain()) {
+      if (compensated.plain()) {
         std::ranges::fill(base, 0.0f);
         std::ranges::fill(mean, 0.0f);
       }
       const auto had = [&](std::size_t i) {
-        const float scaled = pending.scale() * block.gradient[i];
+        const float scaled = compensated.scale() * block.gradient[i];
         return base[i] + scaled;
       };
       walk.settled(block, had, [&](std::size_t i, float value) {

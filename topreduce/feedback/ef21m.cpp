@@ -39,22 +39,22 @@ class EF21M final : public Feedback {
   bool keeps_gradients() const override { return true; }
   HeldMean held_mean() const override { return {mean_, 1}; }
 
-  double commit(const Pending& pending, const exchange::Delivery& delivery, int ranks,
+  double commit(const CompensatedGradient& compensated, const exchange::Result& result, int ranks,
                 float unit) override {
     const auto divisor = static_cast<float>(ranks);
     const float keep = 1 - eta_;
     const bool own = !estimate_.empty();
     started_ = 1;
-    return sum_over_blocks(pending, delivery, [&](const Block& block, Walk& walk) {
+    return sum_over_blocks(compensated, result, [&](const Block& block, Walk& walk) {
       double gone = 0;
       const std::size_t n = block.gradient.size();
       const std::span<float> base(base_.data() + block.offset, n);
       const std::span<float> mean(mean_.data() + block.offset, n);
       const std::span<float> estimate = own ? std::span(estimate_.data() + block.offset, n) : mean;
-      if (pending.plain()) {
+      if (compensated.plain()) {
         for (const auto& part : {base, mean, estimate}) std::ranges::fill(part, 0.0f);
       }
-      kernels::absorb(base, block.gradient, pending.scale());
+      kernels::absorb(base, block.gradient, compensated.scale());
       const std::span<float> h = block.gradient;  // its memory is free until the end
       for (std::size_t i = 0; i < n; ++i) h[i] = base[i] + estimate[i];
       walk.settled(

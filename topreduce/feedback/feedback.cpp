@@ -5,12 +5,12 @@
 
 namespace topreduce::feedback {
 
-float Feedback::largest_mean(const Pending& pending, const Segment& segment,
-                             const exchange::Delivery& delivery, int ranks, float unit) const {
-  const bool whole = delivery.extent == exchange::Delivery::Extent::whole;
+float Feedback::largest_mean(const CompensatedGradient& compensated, const Segment& segment,
+                             const exchange::Result& result, int ranks, float unit) const {
+  const bool whole = result.extent == exchange::Result::Extent::whole;
   // A step that starts an estimate anew adds to nothing.
-  const HeldMean held = pending.plain() ? HeldMean() : held_mean();
-  const auto& [places, values] = delivery.sum;
+  const HeldMean held = compensated.plain() ? HeldMean() : held_mean();
+  const auto& [places, values] = result.sum;
   const auto from = std::ranges::lower_bound(places, segment.start);
   auto next = static_cast<std::size_t>(from - places.begin());
   float largest = 0;
@@ -18,7 +18,7 @@ float Feedback::largest_mean(const Pending& pending, const Segment& segment,
     const std::size_t place = segment.start + i;
     float mean = held.values.empty() ? 0 : held.sign * held.values[segment.offset + i];
     if (whole) {
-      mean += delivery.dense_sum[place] / static_cast<float>(ranks);
+      mean += result.dense_sum[place] / static_cast<float>(ranks);
     } else if (next < places.size() && places[next] == place) {
       mean += values[next++] / static_cast<float>(ranks);
     }

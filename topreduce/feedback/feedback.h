@@ -2,8 +2,8 @@
 
 #include <span>
 
-#include "topreduce/exchange/delivery.h"
-#include "topreduce/pending.h"
+#include "topreduce/exchange/result.h"
+#include "topreduce/compensated_gradient.h"
 #include "topreduce/state.h"
 #include "topreduce/storage.h"
 
@@ -31,7 +31,7 @@ class Feedback {
   virtual std::span<const float> owed() const { return base(); }
 
   /// Whether it is an estimate: a step that sends everything then sends plain gradients
-  /// (Pending::plain), and the estimate starts anew from them.
+  /// (CompensatedGradient::plain), and the estimate starts anew from them.
   virtual bool is_estimate() const { return false; }
   /// False as long as the next step must send everything.
   virtual bool started() const { return true; }
@@ -50,13 +50,13 @@ class Feedback {
   virtual HeldMean held_mean() const { return {}; }
 
   /// The largest magnitude that `commit` would hand out of one segment. Changes nothing.
-  float largest_mean(const Pending& pending, const Segment& segment,
-                     const exchange::Delivery& delivery, int ranks, float unit) const;
+  float largest_mean(const CompensatedGradient& compensated, const Segment& segment,
+                     const exchange::Result& result, int ranks, float unit) const;
 
   /// The step was voted through. For one exchange: takes what was settled off the memory and
   /// replaces its gradients with the mean over `ranks`, times `unit` (the loss scale). Returns by
-  /// how much the energy of `pending` went down.
-  virtual double commit(const Pending& pending, const exchange::Delivery& delivery, int ranks,
+  /// how much the energy of `compensated` went down.
+  virtual double commit(const CompensatedGradient& compensated, const exchange::Result& result, int ranks,
                         float unit) = 0;
 
   /// Moves what it remembers to `device`, null for main memory, where `base` then shows it. False,

@@ -43,22 +43,22 @@ class Momentum final : public Feedback {
             masking_ == Masking::on ? Drift::Sent::stop : Drift::Sent::go_on};
   }
 
-  double commit(const Pending& pending, const exchange::Delivery& delivery, int ranks,
+  double commit(const CompensatedGradient& compensated, const exchange::Result& result, int ranks,
                 float unit) override {
     const auto divisor = static_cast<float>(ranks);
-    const bool whole = delivery.extent == exchange::Delivery::Extent::whole;
+    const bool whole = result.extent == exchange::Result::Extent::whole;
     const bool masks = masking_ == Masking::on && !whole;
-    return sum_over_blocks(pending, delivery, [&](const Block& block, Walk& walk) {
+    return sum_over_blocks(compensated, result, [&](const Block& block, Walk& walk) {
       double gone = 0;
       const std::size_t n = block.gradient.size();
       const std::span<float> unsent(base_.data() + block.offset, n);
       const std::span<float> velocity(velocity_.data() + block.offset, n);
       for (std::size_t i = 0; i < n; ++i) {
-        const float scaled = pending.scale() * block.gradient[i];
+        const float scaled = compensated.scale() * block.gradient[i];
         const float lasts = momentum_ * velocity[i], pushed = push_ * scaled;
         velocity[i] = lasts + pushed;
       }
-      kernels::absorb(unsent, block.gradient, pending.scale());
+      kernels::absorb(unsent, block.gradient, compensated.scale());
       walk.settled(
           block, [&](std::size_t i) { return unsent[i]; },
           [&](std::size_t i, float value) {

@@ -12,21 +12,21 @@ class None final : public Feedback {
  public:
   std::span<const float> base() const override { return {}; }
 
-  double commit(const Pending& pending, const exchange::Delivery& delivery, int ranks,
+  double commit(const CompensatedGradient& compensated, const exchange::Result& result, int ranks,
                 float unit) override {
-    if (pending.device() != nullptr) return commit_on_device(pending, delivery, ranks, unit);
+    if (compensated.device() != nullptr) return commit_on_device(compensated, result, ranks, unit);
     const auto divisor = static_cast<float>(ranks);
-    return sum_over_blocks(pending, delivery, [&](const Block& block, Walk& walk) {
+    return sum_over_blocks(compensated, result, [&](const Block& block, Walk& walk) {
       double gone = 0;
-      if (delivery.extent == exchange::Delivery::Extent::whole) {
+      if (result.extent == exchange::Result::Extent::whole) {
         for (std::size_t i = 0; i < block.gradient.size(); ++i) {
-          const double x = pending.scale() * block.gradient[i];
+          const double x = compensated.scale() * block.gradient[i];
           gone += x * x;
-          block.gradient[i] = delivery.dense_sum[block.start + i] / divisor * unit;
+          block.gradient[i] = result.dense_sum[block.start + i] / divisor * unit;
         }
         return gone;
       }
-      const auto had = [&](std::size_t i) { return pending.scale() * block.gradient[i]; };
+      const auto had = [&](std::size_t i) { return compensated.scale() * block.gradient[i]; };
       walk.settled(block, had, [&](std::size_t i, float value) {
         const double x = had(i), left = x - value;
         gone += x * x - left * left;

@@ -25,14 +25,14 @@ class Residual final : public Feedback {
     return owed_;
   }
 
-  double commit(const Pending& pending, const exchange::Delivery& delivery, int ranks,
+  double commit(const CompensatedGradient& compensated, const exchange::Result& result, int ranks,
                 float unit) override {
-    if (pending.device() != nullptr) return commit_on_device(pending, delivery, ranks, unit);
+    if (compensated.device() != nullptr) return commit_on_device(compensated, result, ranks, unit);
     const auto divisor = static_cast<float>(ranks);
-    return sum_over_blocks(pending, delivery, [&](const Block& block, Walk& walk) {
+    return sum_over_blocks(compensated, result, [&](const Block& block, Walk& walk) {
       double gone = 0;
       const std::span<float> owed(owed_.data() + block.offset, block.gradient.size());
-      kernels::absorb(owed, block.gradient, pending.scale());
+      kernels::absorb(owed, block.gradient, compensated.scale());
       walk.settled(
           block, [&](std::size_t i) { return owed[i]; },
           [&](std::size_t i, float value) {

@@ -32,7 +32,7 @@ struct Terms {
 };
 
 /// What a pass over some terms saw; passes add to it.
-struct Seen {
+struct Summary {
   double energy = 0;               ///< sum of squares; summed in another order on other targets
   std::uint32_t largest_bits = 0;  ///< bits of the largest magnitude; they order like magnitudes
 
@@ -43,9 +43,9 @@ struct Seen {
 };
 
 /// What passes over the parts of a vector saw together; their order decides the last bits.
-inline Seen together(std::span<const Seen> parts) {
-  Seen all;
-  for (const Seen& part : parts) {
+inline Summary combine(std::span<const Summary> parts) {
+  Summary all;
+  for (const Summary& part : parts) {
     all.energy += part.energy;
     all.largest_bits = std::max(all.largest_bits, part.largest_bits);
   }
@@ -56,14 +56,14 @@ inline Seen together(std::span<const Seen> parts) {
 /// and returns how many. `indices` and `values` must have room for all of `terms` plus
 /// kCollectSlack; what lies behind the returned count is undefined. A NaN is never collected.
 std::size_t collect_above(const Terms& terms, float threshold, Index first, Index* indices,
-                          float* values, Seen& seen);
+                          float* values, Summary& summary);
 inline constexpr std::size_t kCollectSlack = 16;
 
 /// Number of |x[i]| >= threshold.
 std::size_t count_above(const Terms& terms, float threshold);
 
 /// Looks without choosing.
-void survey(const Terms& terms, Seen& seen);
+void summarize(const Terms& terms, Summary& summary);
 
 /// Sums over a vector, in double.
 struct Moments {
@@ -80,7 +80,7 @@ struct Moments {
 };
 
 /// Sixteen partial sums, i modulo 16, then added up by halves: the same bits on every target,
-/// unlike Seen::energy.
+/// unlike Summary::energy.
 Moments moments(const Terms& terms);
 
 /// x[i] for the whole of `terms`.
@@ -118,9 +118,9 @@ void use_target(const char* name);
 // The references that every target must equal: bit for bit, but for `energy` (relative 1e-5).
 namespace scalar {
 std::size_t collect_above(const Terms& terms, float threshold, Index first, Index* indices,
-                          float* values, Seen& seen);
+                          float* values, Summary& summary);
 std::size_t count_above(const Terms& terms, float threshold);
-void survey(const Terms& terms, Seen& seen);
+void summarize(const Terms& terms, Summary& summary);
 Moments moments(const Terms& terms);
 void evaluate(const Terms& terms, std::span<float> out);
 void project(const Terms& terms, const float* directions, std::size_t stride, std::span<float> out);

@@ -56,7 +56,7 @@ HWY_INLINE bool trustworthy(float energy) {
 // hits. At 1 % a branch per group would be mispredicted so often that it costs a fifth of the pass.
 template <class Source>
 std::size_t collect(const Source& source, float threshold, Index first, Index* indices,
-                    float* values, Seen& seen) {
+                    float* values, Summary& summary) {
   const Terms& terms = source.terms;
   const Floats d;
   const hn::RebindToSigned<Floats> bits;
@@ -107,23 +107,23 @@ std::size_t collect(const Source& source, float threshold, Index first, Index* i
     const float energy = hn::GetLane(hn::SumOfLanes(d, energies));
     const auto block_largest =
         static_cast<std::uint32_t>(hn::GetLane(hn::MaxOfLanes(bits, largest)));
-    seen.largest_bits = std::max(seen.largest_bits, block_largest);
+    summary.largest_bits = std::max(summary.largest_bits, block_largest);
     if (trustworthy(energy)) {
-      seen.energy += static_cast<double>(energy);
+      summary.energy += static_cast<double>(energy);
     } else if (block_largest != 0) {
-      scalar::survey(terms.part(start, i - start), seen);
+      scalar::summarize(terms.part(start, i - start), summary);
     }
   }
   return count + scalar::collect_above(terms.part(i, terms.size() - i), threshold,
                                        first + static_cast<Index>(i), indices + count,
-                                       values + count, seen);
+                                       values + count, summary);
 }
 
 std::size_t collect_above(const Terms& terms, float threshold, Index first, Index* indices,
-                          float* values, Seen& seen) {
+                          float* values, Summary& summary) {
   return terms.base.empty()
-             ? collect(Gradient{terms}, threshold, first, indices, values, seen)
-             : collect(BaseAndGradient{terms}, threshold, first, indices, values, seen);
+             ? collect(Gradient{terms}, threshold, first, indices, values, summary)
+             : collect(BaseAndGradient{terms}, threshold, first, indices, values, summary);
 }
 
 template <class Source>
@@ -155,7 +155,7 @@ namespace topreduce::kernels {
 namespace scalar {
 
 std::size_t collect_above(const Terms& terms, float threshold, Index first, Index* indices,
-                          float* values, Seen& seen) {
+                          float* values, Summary& summary) {
   std::size_t count = 0;
   for (std::size_t i = 0; i < terms.size(); ++i) {
     const float x = terms[i];
@@ -165,7 +165,7 @@ std::size_t collect_above(const Terms& terms, float threshold, Index first, Inde
       ++count;
     }
   }
-  scalar::survey(terms, seen);
+  scalar::summarize(terms, summary);
   return count;
 }
 
@@ -175,11 +175,11 @@ std::size_t count_above(const Terms& terms, float threshold) {
   return count;
 }
 
-void survey(const Terms& terms, Seen& seen) {
+void summarize(const Terms& terms, Summary& summary) {
   for (std::size_t i = 0; i < terms.size(); ++i) {
     const float x = terms[i];
-    seen.energy += static_cast<double>(x) * static_cast<double>(x);
-    seen.largest_bits = std::max(seen.largest_bits, std::bit_cast<std::uint32_t>(std::abs(x)));
+    summary.energy += static_cast<double>(x) * static_cast<double>(x);
+    summary.largest_bits = std::max(summary.largest_bits, std::bit_cast<std::uint32_t>(std::abs(x)));
   }
 }
 
@@ -189,8 +189,8 @@ HWY_EXPORT(collect_above);
 HWY_EXPORT(count_above);
 
 std::size_t collect_above(const Terms& terms, float threshold, Index first, Index* indices,
-                          float* values, Seen& seen) {
-  return HWY_DYNAMIC_DISPATCH(collect_above)(terms, threshold, first, indices, values, seen);
+                          float* values, Summary& summary) {
+  return HWY_DYNAMIC_DISPATCH(collect_above)(terms, threshold, first, indices, values, summary);
 }
 
 std::size_t count_above(const Terms& terms, float threshold) {
@@ -198,8 +198,8 @@ std::size_t count_above(const Terms& terms, float threshold) {
 }
 
 // Nothing reaches a threshold of NaN, so this collects nothing.
-void survey(const Terms& terms, Seen& seen) {
-  collect_above(terms, std::numeric_limits<float>::quiet_NaN(), 0, nullptr, nullptr, seen);
+void summarize(const Terms& terms, Summary& summary) {
+  collect_above(terms, std::numeric_limits<float>::quiet_NaN(), 0, nullptr, nullptr, summary);
 }
 
 }  // namespace topreduce::kernels

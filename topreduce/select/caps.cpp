@@ -47,11 +47,11 @@ double Caps::sent() const {
   return std::accumulate(sent_.begin(), sent_.end(), 0.0);
 }
 
-void Caps::choose_on_device(const Pending& pending, float floor, SparseVector& selected) {
+void Caps::choose_on_device(const CompensatedGradient& compensated, float floor, SparseVector& selected) {
   limits_.clear();
-  for (const Segment& segment : pending.segments()) limits_.push_back(caps_[segment.parameter]);
-  pending.device()->strongest(std::max(floor, kNonZero), limits_, selected);
-  for (const Segment& segment : pending.segments()) {
+  for (const Segment& segment : compensated.segments()) limits_.push_back(caps_[segment.parameter]);
+  compensated.device()->strongest(std::max(floor, kNonZero), limits_, selected);
+  for (const Segment& segment : compensated.segments()) {
     const auto place = [&](std::size_t index) {
       return std::ranges::lower_bound(selected.indices, static_cast<Index>(index));
     };

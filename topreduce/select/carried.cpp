@@ -14,7 +14,7 @@
 #include <cmath>
 
 #include "topreduce/catalog.h"
-#include "topreduce/select/foresight.h"
+#include "topreduce/select/threshold_predictor.h"
 
 namespace topreduce::select {
 namespace {
@@ -23,35 +23,35 @@ constexpr double kLeastBias = 0x1p-64;
 
 class Carried final : public Selector {
  public:
-  Carried(double gain, const Layout& layout) : gain_(gain), foresight_("carried", layout) {}
+  Carried(double gain, const Layout& layout) : gain_(gain), predictor_("carried", layout) {}
 
-  void begin(const Budget& budget) override { foresight_.begin(budget); }
+  void begin(const Budget& budget) override { predictor_.begin(budget); }
 
-  void choose(const Pending& pending, SparseVector& selected, kernels::Seen& seen,
+  void choose(const CompensatedGradient& compensated, SparseVector& selected, kernels::Summary& summary,
               double& look_seconds) override {
-    foresight_.choose(pending, selected, seen, look_seconds);
+    predictor_.choose(compensated, selected, summary, look_seconds);
   }
 
   void commit() override {
-    const auto k = static_cast<double>(foresight_.budget().entries);
-    const double count = foresight_.count();
-    const bool near = foresight_.cut() > 0 && count > k / kFarOff && count < k * kFarOff;
+    const auto k = static_cast<double>(predictor_.budget().entries);
+    const double count = predictor_.count();
+    const bool near = predictor_.cut() > 0 && count > k / kFarOff && count < k * kFarOff;
     bias_ = near ? bias_ * std::pow(count / k, gain_) : 1;
     bias_ = std::clamp(bias_, kLeastBias, 1 / kLeastBias);
-    const float foreseen = foresight_.sample().kth_magnitude(foresight_.budget().entries, 0);
-    foresight_.commit(foreseen > 0 ? foreseen * bias_ : foresight_.cut());
+    const float foreseen = predictor_.sample().kth_magnitude(predictor_.budget().entries, 0);
+    predictor_.commit(foreseen > 0 ? foreseen * bias_ : predictor_.cut());
   }
 
   bool works_on_device(Budget::Exchanges) const override { return true; }
 
   void visit(StateVisitor& visitor) override {
-    foresight_.visit(visitor);
+    predictor_.visit(visitor);
     visit_number(visitor, "carried.bias", bias_, {kLeastBias, 1 / kLeastBias});
   }
 
  private:
   double gain_;
-  Foresight foresight_;
+  ThresholdPredictor predictor_;
   double bias_ = 1;
 };
 

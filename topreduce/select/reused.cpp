@@ -48,17 +48,17 @@ class Reused final : public Selector {
     ranking_.begin(budget.entries, to_magnitude(cut_ / 2));
   }
 
-  void choose(const Pending& pending, SparseVector& selected, kernels::Seen& seen,
+  void choose(const CompensatedGradient& compensated, SparseVector& selected, kernels::Summary& summary,
               double& look_seconds) override {
     selected.clear();
-    if (!whole_model()) return choose_in_bucket(pending, selected, seen, look_seconds);
-    if (exact_ || sends_all()) return choose_exactly(pending, selected, seen, look_seconds);
+    if (!whole_model()) return choose_in_bucket(compensated, selected, summary, look_seconds);
+    if (exact_ || sends_all()) return choose_exactly(compensated, selected, summary, look_seconds);
     {
       Stopwatch watch(look_seconds);
       const auto most = static_cast<std::size_t>(kFarOff) * budget_.entries;
-      look(pending, most, to_magnitude(cut_), seen);
+      look(compensated, most, to_magnitude(cut_), summary);
     }
-    if (!seen.finite()) return;
+    if (!summary.finite()) return;
     strongest_.finish(selected);
     guard(selected);
     count_ = static_cast<double>(selected.size());
@@ -92,23 +92,23 @@ class Reused final : public Selector {
   bool whole_model() const { return budget_.exchanges == Budget::Exchanges::one; }
   bool sends_all() const { return budget_.entries >= budget_.model; }
 
-  void look(const Pending& pending, std::size_t limit, float floor, kernels::Seen& seen) {
-    seen = {};
+  void look(const CompensatedGradient& compensated, std::size_t limit, float floor, kernels::Summary& summary) {
+    summary = {};
     strongest_.begin(limit, floor);
-    strongest_.look(pending, seen);
+    strongest_.look(compensated, summary);
   }
 
-  void choose_exactly(const Pending& pending, SparseVector& selected, kernels::Seen& seen,
+  void choose_exactly(const CompensatedGradient& compensated, SparseVector& selected, kernels::Summary& summary,
                       double& look_seconds) {
     {
       Stopwatch watch(look_seconds);
       const float floor = sends_all() ? kNonZero : to_magnitude(cut_ / 2);
-      look(pending, budget_.entries, floor, seen);
-      if (seen.finite() && strongest_.size() < budget_.entries && floor > kNonZero) {
-        look(pending, budget_.entries, kNonZero, seen);
+      look(compensated, budget_.entries, floor, summary);
+      if (summary.finite() && strongest_.size() < budget_.entries && floor > kNonZero) {
+        look(compensated, budget_.entries, kNonZero, summary);
       }
     }
-    if (!seen.finite()) return;
+    if (!summary.finite()) return;
     weakest_ = strongest_.finish(selected);
     ranked_ = selected.size();
   }
@@ -133,31 +133,31 @@ class Reused final : public Selector {
     selected.resize(kept);
   }
 
-  void choose_in_bucket(const Pending& pending, SparseVector& selected, kernels::Seen& seen,
+  void choose_in_bucket(const CompensatedGradient& compensated, SparseVector& selected, kernels::Summary& summary,
                         double& look_seconds) {
     const float cut = sends_all() ? kNonZero : to_magnitude(cut_);
-    if (pending.device() != nullptr) {
+    if (compensated.device() != nullptr) {
       Stopwatch watch(look_seconds);
-      seen = pending.survey();
-      if (!seen.finite()) return;
-      caps_.choose_on_device(pending, cut, selected);
-      kernels::Seen again;
-      if (exact_ && !sends_all()) ranking_.look(pending, again);
+      summary = compensated.summarize();
+      if (!summary.finite()) return;
+      caps_.choose_on_device(compensated, cut, selected);
+      kernels::Summary again;
+      if (exact_ && !sends_all()) ranking_.look(compensated, again);
       return;
     }
-    seen = {};
-    for (const Segment& segment : pending.segments()) {
-      const kernels::Terms terms = pending.terms(segment);
+    summary = {};
+    for (const Segment& segment : compensated.segments()) {
+      const kernels::Terms terms = compensated.terms(segment);
       {
         Stopwatch watch(look_seconds);
         strongest_.begin(caps_[segment.parameter], cut);
-        strongest_.look(terms, segment.start, seen, pending.threads());
-        kernels::Seen again;
-        if (exact_ && !sends_all() && seen.finite()) {
-          ranking_.look(terms, segment.start, again, pending.threads());
+        strongest_.look(terms, segment.start, summary, compensated.threads());
+        kernels::Summary again;
+        if (exact_ && !sends_all() && summary.finite()) {
+          ranking_.look(terms, segment.start, again, compensated.threads());
         }
       }
-      if (!seen.finite()) return;
+      if (!summary.finite()) return;
       const std::size_t before = selected.size();
       strongest_.finish(selected);
       caps_.note(segment.parameter, selected.size() - before);

@@ -7,7 +7,7 @@
 #include <limits>
 #include <vector>
 
-#include "topreduce/select/foresight.h"
+#include "topreduce/select/threshold_predictor.h"
 #include "topreduce/stats.h"
 
 namespace topreduce::select {
@@ -16,13 +16,13 @@ namespace {
 // What of(stretch of terms) comes to, in order.
 template <class Sum, class Of>
 Sum sum_over_stretches(const kernels::Terms& terms, Threads& threads, const Of& of) {
-  const Stretches stretches(terms.size());
-  std::array<Sum, Stretches::kMost> sums{};
-  threads.for_each(stretches.count(), [&](std::size_t s) {
-    sums[s] = of(terms.part(stretches.begin(s), stretches.length(s)));
+  const Chunks chunks(terms.size());
+  std::array<Sum, Chunks::kMost> sums{};
+  threads.for_each(chunks.count(), [&](std::size_t s) {
+    sums[s] = of(terms.part(chunks.begin(s), chunks.length(s)));
   });
   Sum all{};
-  for (std::size_t s = 0; s < stretches.count(); ++s) all += sums[s];
+  for (std::size_t s = 0; s < chunks.count(); ++s) all += sums[s];
   return all;
 }
 
@@ -30,40 +30,40 @@ class RuleSelector final : public Selector {
  public:
   RuleSelector(std::string_view name, std::unique_ptr<Rule> rule, Finish finish,
                const Layout& layout)
-      : rule_(std::move(rule)), finish_(finish), foresight_(name, layout) {}
+      : rule_(std::move(rule)), finish_(finish), predictor_(name, layout) {}
 
   void begin(const Budget& budget) override {
     budget_ = budget;
-    if (!whole_model()) foresight_.begin(budget);
+    if (!whole_model()) predictor_.begin(budget);
   }
 
-  void choose(const Pending& pending, SparseVector& selected, kernels::Seen& seen,
+  void choose(const CompensatedGradient& compensated, SparseVector& selected, kernels::Summary& summary,
               double& look_seconds) override {
-    if (!whole_model()) return foresight_.choose(pending, selected, seen, look_seconds);
+    if (!whole_model()) return predictor_.choose(compensated, selected, summary, look_seconds);
     Stopwatch watch(look_seconds);
     selected.clear();
     parts_.clear();
-    for (const Segment& segment : pending.segments()) parts_.push_back(pending.terms(segment));
-    seen = pending.survey();
-    if (seen.finite()) {
-      apply(static_cast<double>(budget_.entries), seen, pending.threads(), selected);
+    for (const Segment& segment : compensated.segments()) parts_.push_back(compensated.terms(segment));
+    summary = compensated.summarize();
+    if (summary.finite()) {
+      apply(static_cast<double>(budget_.entries), summary, compensated.threads(), selected);
     }
   }
 
   void commit() override {
     if (whole_model()) return;
-    double threshold = foresight_.cut();
+    double threshold = predictor_.cut();
     if (!sends_all()) {
-      const Sample& sample = foresight_.sample();
+      const Sample& sample = predictor_.sample();
       parts_.assign(1, {{}, sample.values(), 1});
-      kernels::Seen seen;
-      kernels::survey(parts_[0], seen);
+      kernels::Summary summary;
+      kernels::summarize(parts_[0], summary);
       scratch_.clear();
       const double k = static_cast<double>(budget_.entries) / sample.stride();
-      const float found = seen.finite() ? apply(k, seen, Threads::none(), scratch_) : 0;
+      const float found = summary.finite() ? apply(k, summary, Threads::none(), scratch_) : 0;
       if (found > 0) threshold = found;
     }
-    foresight_.commit(threshold);
+    predictor_.commit(threshold);
   }
 
   // A rule for the whole model looks at all of it; when buckets come it looks at a sample.
@@ -71,15 +71,15 @@ class RuleSelector final : public Selector {
     return exchanges == Budget::Exchanges::many;
   }
 
-  void visit(StateVisitor& visitor) override { foresight_.visit(visitor); }
+  void visit(StateVisitor& visitor) override { predictor_.visit(visitor); }
 
  private:
   bool whole_model() const { return budget_.exchanges == Budget::Exchanges::one; }
   bool sends_all() const { return budget_.entries >= budget_.model; }
 
   // Appends what is sent of `parts_`; returns the magnitude from which that is, 0 if nothing is.
-  float apply(double k, const kernels::Seen& seen, Threads& threads, SparseVector& selected) {
-    Vector vector{parts_, 0, std::bit_cast<float>(seen.largest_bits), threads};
+  float apply(double k, const kernels::Summary& summary, Threads& threads, SparseVector& selected) {
+    Vector vector{parts_, 0, std::bit_cast<float>(summary.largest_bits), threads};
     for (const kernels::Terms& part : parts_) vector.size += part.size();
     const bool all = sends_all() || k >= static_cast<double>(vector.size);
     const float cut = all ? kNonZero : std::max(rule_->cut(vector, k, budget_), kNonZero);
@@ -93,7 +93,7 @@ class RuleSelector final : public Selector {
 
   void collect(std::size_t limit, float cut, Threads& threads) {
     strongest_.begin(limit, cut);
-    kernels::Seen again;
+    kernels::Summary again;
     std::size_t first = 0;
     for (const kernels::Terms& part : parts_) {
       strongest_.look(part, static_cast<Index>(first), again, threads);
@@ -107,7 +107,7 @@ class RuleSelector final : public Selector {
   std::vector<kernels::Terms> parts_;
   Strongest strongest_;
   SparseVector scratch_;
-  Foresight foresight_;
+  ThresholdPredictor predictor_;
 };
 
 }  // namespace

@@ -37,14 +37,14 @@ void Sample::note(std::size_t place, float left, float gradient) {
 }
 
 template <class Visit>
-void Sample::visit_on_device(const Pending& pending, Visit&& visit) {
+void Sample::visit_on_device(const CompensatedGradient& compensated, Visit&& visit) {
   firsts_.clear();
-  for (const Segment& segment : pending.segments()) {
+  for (const Segment& segment : compensated.segments()) {
     firsts_.push_back(first_place(segment.offset));
   }
-  pending.device()->sample(firsts_, stride_, sampled_, gradients_);
+  compensated.device()->sample(firsts_, stride_, sampled_, gradients_);
   std::size_t next = 0, number = 0;
-  for (const Segment& segment : pending.segments()) {
+  for (const Segment& segment : compensated.segments()) {
     for (std::size_t i = firsts_[number]; i < segment.size(); i += stride_, ++next) {
       visit(number, segment.offset + i, sampled_[next], gradients_[next]);
     }
@@ -52,21 +52,21 @@ void Sample::visit_on_device(const Pending& pending, Visit&& visit) {
   }
 }
 
-void Sample::take(const Pending& pending) {
-  if (pending.device() != nullptr) {
-    return visit_on_device(pending, [&](std::size_t, std::size_t place, float x, float) {
+void Sample::take(const CompensatedGradient& compensated) {
+  if (compensated.device() != nullptr) {
+    return visit_on_device(compensated, [&](std::size_t, std::size_t place, float x, float) {
       values_[place / stride_] = x;
     });
   }
-  for (const Segment& segment : pending.segments()) {
-    take(segment.offset, pending.terms(segment));
+  for (const Segment& segment : compensated.segments()) {
+    take(segment.offset, compensated.terms(segment));
   }
 }
 
-void Sample::foresee_on_device(const Pending& pending, std::span<const float> cuts) {
-  visit_on_device(pending, [&](std::size_t segment, std::size_t place, float x, float gradient) {
+void Sample::foresee_on_device(const CompensatedGradient& compensated, std::span<const float> cuts) {
+  visit_on_device(compensated, [&](std::size_t segment, std::size_t place, float x, float gradient) {
     const bool sent = std::abs(x) >= cuts[segment];
-    note(place, pending.plain() || sent ? 0 : x, gradient);
+    note(place, compensated.plain() || sent ? 0 : x, gradient);
   });
 }
 

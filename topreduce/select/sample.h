@@ -1,7 +1,7 @@
 #pragma once
 
 #include "topreduce/kernels/kernels.h"
-#include "topreduce/pending.h"
+#include "topreduce/compensated_gradient.h"
 
 namespace topreduce::select {
 
@@ -19,11 +19,11 @@ class Sample {
   /// what is left and what drifts there, plus or minus this step's gradient by turns.
   void foresee(std::size_t offset, const kernels::Terms& terms, float cut, const Drift& drift);
 
-  /// `take` for all of `pending`, which may be on a device.
-  void take(const Pending& pending);
-  /// `foresee` for all of `pending` on a device, where nothing drifts. `cuts`: one for each
+  /// `take` for all of `compensated`, which may be on a device.
+  void take(const CompensatedGradient& compensated);
+  /// `foresee` for all of `compensated` on a device, where nothing drifts. `cuts`: one for each
   /// segment.
-  void foresee_on_device(const Pending& pending, std::span<const float> cuts);
+  void foresee_on_device(const CompensatedGradient& compensated, std::span<const float> cuts);
 
   /// A guess of the k-th largest magnitude of all entries, low enough that about `deviations`
   /// standard deviations of the sampling error lie between it and the truth. 0 if it cannot tell.
@@ -41,7 +41,7 @@ class Sample {
   void note(std::size_t place, float left, float gradient);
   // visit(segment, place in the flat memory, x, scaled gradient)
   template <class Visit>
-  void visit_on_device(const Pending& pending, Visit&& visit);
+  void visit_on_device(const CompensatedGradient& compensated, Visit&& visit);
 
   std::size_t stride_ = 1;
   Buffer<float> values_;

@@ -2,7 +2,7 @@
 
 #include "topreduce/budget.h"
 #include "topreduce/layout.h"
-#include "topreduce/pending.h"
+#include "topreduce/compensated_gradient.h"
 #include "topreduce/state.h"
 
 namespace topreduce::select {
@@ -18,10 +18,10 @@ class Selector {
   /// granularity `model` gets exactly one.
   virtual void begin(const Budget& budget) = 0;
 
-  /// Replaces `selected` with the chosen entries of `pending`, and `seen` with what a pass over all
+  /// Replaces `selected` with the chosen entries of `compensated`, and `summary` with what a pass over all
   /// of them saw. If not `seen.finite()`, the step is lost anyway and `selected` does not matter.
   /// `look_seconds` grows by the time spent in passes over all entries.
-  virtual void choose(const Pending& pending, SparseVector& selected, kernels::Seen& seen,
+  virtual void choose(const CompensatedGradient& compensated, SparseVector& selected, kernels::Summary& summary,
                       double& look_seconds) = 0;
 
   /// The step's exchanges went through on every rank: adopt what this step taught.

@@ -17,14 +17,14 @@ void Strongest::begin(std::size_t limit, float floor) {
   count_ = 0;
 }
 
-void Strongest::look(const Pending& pending, kernels::Seen& seen) {
-  if (pending.device() != nullptr) {
-    seen = pending.survey();
-    if (seen.finite() && limit_ > 0) look_on_device(*pending.device());
+void Strongest::look(const CompensatedGradient& compensated, kernels::Summary& summary) {
+  if (compensated.device() != nullptr) {
+    summary = compensated.summarize();
+    if (summary.finite() && limit_ > 0) look_on_device(*compensated.device());
     return;
   }
-  for (const Segment& segment : pending.segments()) {
-    look(pending.terms(segment), segment.start, seen, pending.threads());
+  for (const Segment& segment : compensated.segments()) {
+    look(compensated.terms(segment), segment.start, summary, compensated.threads());
   }
 }
 
@@ -34,11 +34,11 @@ void Strongest::look_on_device(Device& device) {
   append(found_, found_.size());
 }
 
-void Strongest::look_at_block(const kernels::Terms& block, Index first, kernels::Seen& seen) {
-  if (limit_ == 0) return kernels::survey(block, seen);
+void Strongest::look_at_block(const kernels::Terms& block, Index first, kernels::Summary& summary) {
+  if (limit_ == 0) return kernels::summarize(block, summary);
   make_space(block.size() + kernels::kCollectSlack);
   count_ += kernels::collect_above(block, floor_, first, candidates_.indices.data() + count_,
-                                   candidates_.values.data() + count_, seen);
+                                   candidates_.values.data() + count_, summary);
 }
 
 void Strongest::append(const SparseVector& later, std::size_t count) {

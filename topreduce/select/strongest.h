@@ -3,7 +3,7 @@
 #include <array>
 #include <vector>
 
-#include "topreduce/pending.h"
+#include "topreduce/compensated_gradient.h"
 
 namespace topreduce::select {
 
@@ -21,17 +21,17 @@ class Strongest {
   void begin(std::size_t limit, float floor);
 
   /// Looks at more entries; their indices, counted from `first`, follow all earlier ones. Adds to
-  /// `seen`. Calls beside(start, block) with every block, counted from the start of `terms`, while
+  /// `summary`. Calls beside(start, block) with every block, counted from the start of `terms`, while
   /// it is in the cache, and on any of the threads.
   template <class Beside>
-  void look(const kernels::Terms& terms, Index first, kernels::Seen& seen, Threads& threads,
+  void look(const kernels::Terms& terms, Index first, kernels::Summary& summary, Threads& threads,
             const Beside& beside);
-  void look(const kernels::Terms& terms, Index first, kernels::Seen& seen, Threads& threads) {
-    look(terms, first, seen, threads, [](std::size_t, const kernels::Terms&) {});
+  void look(const kernels::Terms& terms, Index first, kernels::Summary& summary, Threads& threads) {
+    look(terms, first, summary, threads, [](std::size_t, const kernels::Terms&) {});
   }
 
-  /// The same for all of `pending`, which may be on a device.
-  void look(const Pending& pending, kernels::Seen& seen);
+  /// The same for all of `compensated`, which may be on a device.
+  void look(const CompensatedGradient& compensated, kernels::Summary& summary);
 
   /// Candidates held now; at least min(limit, entries above the first floor).
   std::size_t size() const { return count_; }
@@ -43,7 +43,7 @@ class Strongest {
  private:
   static constexpr std::size_t kBlock = 1 << 14;  // entries per call of the kernel
 
-  void look_at_block(const kernels::Terms& block, Index first, kernels::Seen& seen);
+  void look_at_block(const kernels::Terms& block, Index first, kernels::Summary& summary);
   void append(const SparseVector& later, std::size_t count);
   void make_space(std::size_t more);
   float cut();  // to the limit
@@ -58,22 +58,22 @@ class Strongest {
 };
 
 template <class Beside>
-void Strongest::look(const kernels::Terms& terms, Index first, kernels::Seen& seen,
+void Strongest::look(const kernels::Terms& terms, Index first, kernels::Summary& summary,
                      Threads& threads, const Beside& beside) {
-  const Stretches stretches(terms.size());
-  std::array<kernels::Seen, Stretches::kMost + 1> sights;
-  sights[0] = seen;
+  const Chunks chunks(terms.size());
+  std::array<kernels::Summary, Chunks::kMost + 1> summaries;
+  summaries[0] = summary;
   const auto look_at = [&](Strongest& finds, std::size_t from, std::size_t to) {
     for (std::size_t s = from; s < to; ++s) {
-      const std::size_t end = stretches.begin(s + 1);
-      for (std::size_t start = stretches.begin(s); start < end; start += kBlock) {
+      const std::size_t end = chunks.begin(s + 1);
+      for (std::size_t start = chunks.begin(s); start < end; start += kBlock) {
         const kernels::Terms block = terms.part(start, std::min(kBlock, end - start));
-        finds.look_at_block(block, first + static_cast<Index>(start), sights[s + 1]);
+        finds.look_at_block(block, first + static_cast<Index>(start), summaries[s + 1]);
         beside(start, block);
       }
     }
   };
-  const std::size_t count = stretches.count(), parts = std::min(threads.count(), count);
+  const std::size_t count = chunks.count(), parts = std::min(threads.count(), count);
   if (parts > 1) {
     if (helpers_.size() < parts) helpers_.resize(parts);
     threads.for_each(parts, [&](std::size_t p) {
@@ -84,7 +84,7 @@ void Strongest::look(const kernels::Terms& terms, Index first, kernels::Seen& se
   } else {
     look_at(*this, 0, count);
   }
-  seen = kernels::together(std::span(sights).first(count + 1));
+  summary = kernels::combine(std::span(summaries).first(count + 1));
 }
 
 }  // namespace topreduce::select

@@ -23,14 +23,14 @@ class TopK final : public Selector {
  public:
   void begin(const Budget& budget) override { budget_ = budget; }
 
-  void choose(const Pending& pending, SparseVector& selected, kernels::Seen& seen,
+  void choose(const CompensatedGradient& compensated, SparseVector& selected, kernels::Summary& summary,
               double& look_seconds) override {
     selected.clear();
     {
       Stopwatch watch(look_seconds);
-      look(pending, seen);
+      look(compensated, summary);
     }
-    if (seen.finite()) next_cut_ = strongest_.finish(selected);
+    if (summary.finite()) next_cut_ = strongest_.finish(selected);
   }
 
   // The slack follows how far the cut moves from step to step, quickly up and slowly down.
@@ -52,24 +52,24 @@ class TopK final : public Selector {
  private:
   static constexpr std::size_t kSampleSize = 1 << 16;
 
-  void look(const Pending& pending, kernels::Seen& seen) {
+  void look(const CompensatedGradient& compensated, kernels::Summary& summary) {
     const std::size_t k = budget_.entries;
-    if (k >= budget_.model) return collect(pending, kNonZero, seen);
+    if (k >= budget_.model) return collect(compensated, kNonZero, summary);
     if (cut_ > 0) {
-      collect(pending, to_magnitude(cut_ * (1 - slack_)), seen);
-      if (strongest_.size() >= k || !seen.finite()) return;
+      collect(compensated, to_magnitude(cut_ * (1 - slack_)), summary);
+      if (strongest_.size() >= k || !summary.finite()) return;
     }
     sample_.begin(budget_.model, kSampleSize);
-    sample_.take(pending);
+    sample_.take(compensated);
     const float guess = sample_.kth_magnitude(k, 4);
-    collect(pending, guess, seen);
-    if (strongest_.size() < k && guess > kNonZero) collect(pending, kNonZero, seen);
+    collect(compensated, guess, summary);
+    if (strongest_.size() < k && guess > kNonZero) collect(compensated, kNonZero, summary);
   }
 
-  void collect(const Pending& pending, float floor, kernels::Seen& seen) {
-    seen = {};
+  void collect(const CompensatedGradient& compensated, float floor, kernels::Summary& summary) {
+    summary = {};
     strongest_.begin(budget_.entries, floor);
-    strongest_.look(pending, seen);
+    strongest_.look(compensated, summary);
   }
 
   Budget budget_;

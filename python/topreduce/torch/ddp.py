@@ -215,7 +215,7 @@ class DDPAdapter:
         if bucket.is_first:
             self._taker.plan(self._reducer.buckets)
         if bucket.unused:
-            self._reducer.attend(unused=bucket.unused)
+            self._reducer.participate(unused=bucket.unused)
         numbers = [self._number(each) for each in bucket.parameters]
         if self._device is not None and self._reducer.on_device:
             with bucket.queued():

@@ -18,7 +18,7 @@ import torch
 
 from topreduce import CommError, Reducer, StepStats, WireError
 from topreduce.torch.process_group import GroupCommunicator
-from topreduce.torch.surroundings import Attendance, Surroundings
+from topreduce.torch.surroundings import Participation, Surroundings
 
 _HISTORY = 1000
 _LOOK = 2e-3  # seconds between looks at what has come, while exchanges are under way
@@ -34,7 +34,7 @@ class Step:
         self.begun = False
         self.density = 1.0
         self.loss_scale = 0.0  # not known
-        self.attendance = Attendance()
+        self.participation = Participation()
         self.last_handed_over = 0.0  # when backward began to wait
         self.over = threading.Event()
 
@@ -76,7 +76,7 @@ class Steps:
         """A step begins; one that user code cut short is forgotten. Never raises."""
         step = self._step = Step(self.broken)
         step.in_backward = is_in_backward()
-        step.attendance = self.surroundings.attendance(in_backward=step.in_backward)
+        step.participation = self.surroundings.participation(in_backward=step.in_backward)
         try:
             if step.in_backward:  # a rank that has joined does not hear of changes
                 step.loss_scale = self.surroundings.loss_scale()
@@ -163,8 +163,8 @@ class Steps:
                 step.density = self._reducer.density
                 self._begin(step.loss_scale)
                 step.begun = True
-                if step.attendance != Attendance():
-                    self._reducer.attend(**vars(step.attendance))
+                if step.participation != Participation():
+                    self._reducer.participate(**vars(step.participation))
             task()
         except Exception as error:
             self._reducer.abandon()

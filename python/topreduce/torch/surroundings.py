@@ -15,8 +15,8 @@ from topreduce.torch.scaling import Scaler, ScalerWatch
 
 
 @dataclass(frozen=True)
-class Attendance:
-    """What this rank has to say of a step when it begins; see Reducer.attend."""
+class Participation:
+    """What this rank has to say of a step when it begins; see Reducer.participate."""
 
     presence: str = "present"
     divisor: str = "ranks"
@@ -44,11 +44,11 @@ class Surroundings:
     def loss_scale(self) -> float:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
-    def attendance(self, *, in_backward: bool) -> Attendance:
+    def participation(self, *, in_backward: bool) -> Participation:
         """Of the step that begins. Outside of backward() this rank has joined."""
         ddp = self._ddp()
         by_all = getattr(ddp, "_divide_by_initial_world_size", True)  # an argument of join()
-        return Attendance("present" if in_backward else "joined", "ranks" if by_all else "present")
+        return Participation("present" if in_backward else "joined", "ranks" if by_all else "present")
 
     def debts_are_known(self) -> None:
         """They were loaded. The model may be loaded before or after, up to the next step."""

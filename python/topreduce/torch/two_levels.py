@@ -79,7 +79,7 @@ class _OnTwoLevels(Reducer):
         self._attendance = self._note((), "present", "ranks")
         self._seconds = 0.0
 
-    def attend(
+    def participate(
         self, unused: Sequence[int] = (), presence: str = "present", divisor: str = "ranks"
     ) -> None:
         self._attendance |= self._note(unused, presence, divisor)
@@ -96,7 +96,7 @@ class _OnTwoLevels(Reducer):
         return np.concatenate([np.array([flags], np.uint8), np.packbits(bits)])
 
     def _collect(self, parameters: Sequence[int], gradient: Floats) -> NDArray[np.uint8] | None:
-        """Adds up a bucket at the delegate; with the last one, every rank's attendance."""
+        """Adds up a bucket at the delegate; with the last one, every rank's participation."""
         started = time.perf_counter()
         inside = self._levels.inside
         self._gradients.append(gradient)
@@ -198,7 +198,7 @@ class Delegate(_OnTwoLevels):
         unused = np.flatnonzero(bits).tolist() if present else []
         if unused or not present or by_present:
             presence = "present" if present else "joined"
-            Reducer.attend(self, unused, presence, "present" if by_present else "ranks")
+            Reducer.participate(self, unused, presence, "present" if by_present else "ranks")
         if by_present:
             # The core divides by the machines that are present, and we mean ranks.
             counts, _ = self._between.all_gather(np.array([present], np.int32).view(np.uint8))

@@ -36,7 +36,7 @@ std::uint32_t clear_bits(std::uint32_t magnitude) {
 }
 
 // Finite magnitudes become `finite`, at most `largest`; infinity stays, NaN becomes the quiet one.
-inline std::uint32_t settle(std::uint32_t magnitude, std::uint32_t finite, std::uint32_t largest) {
+inline std::uint32_t saturate(std::uint32_t magnitude, std::uint32_t finite, std::uint32_t largest) {
   const std::uint32_t limited = either(magnitude < largest, finite, largest);
   const std::uint32_t other = either(magnitude == kInfinity, kInfinity, kInfinity | 0x400000);
   return either(magnitude < kInfinity, limited, other);
@@ -56,7 +56,7 @@ struct Bf16 {
   static float round(float value) {
     const std::uint32_t magnitude = bits_of(value) & ~kSign;
     return float_of((bits_of(value) & kSign) |
-                    settle(magnitude, clear_bits<16>(magnitude), kLargest));
+                    saturate(magnitude, clear_bits<16>(magnitude), kLargest));
   }
   static Code narrow(float value) { return static_cast<Code>(bits_of(value) >> 16); }
   static float widen(Code code) { return float_of(static_cast<std::uint32_t>(code) << 16); }
@@ -74,7 +74,7 @@ struct Fp16 {
     const std::uint32_t small = bits_of((float_of(magnitude) + 0.5f) - 0.5f);
     const std::uint32_t finite =
         either(magnitude < kSmallestNormal, small, clear_bits<13>(magnitude));
-    return float_of((bits_of(value) & kSign) | settle(magnitude, finite, kLargest));
+    return float_of((bits_of(value) & kSign) | saturate(magnitude, finite, kLargest));
   }
 
   static Code narrow(float value) {

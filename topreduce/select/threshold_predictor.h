@@ -15,15 +15,15 @@ namespace topreduce::select {
 /// A stale threshold must not send everything: each parameter has a cap (caps.h), above which it
 /// sends its strongest entries. The first step knows no threshold: each parameter sends its share
 /// by size.
-class Foresight {
+class ThresholdPredictor {
  public:
   /// `name` stands before the names of its state.
-  Foresight(std::string_view name, const Layout& layout)
+  ThresholdPredictor(std::string_view name, const Layout& layout)
       : name_(name), model_(std::max<std::size_t>(1, layout.size())), caps_(layout) {}
 
   void begin(const Budget& budget);
   /// As Selector::choose.
-  void choose(const Pending& pending, SparseVector& selected, kernels::Seen& seen,
+  void choose(const CompensatedGradient& compensated, SparseVector& selected, kernels::Summary& summary,
               double& look_seconds);
 
   const Budget& budget() const { return budget_; }
@@ -36,9 +36,9 @@ class Foresight {
   void visit(StateVisitor& visitor);
 
  private:
-  void look(const Segment& segment, const Pending& pending, kernels::Seen& seen,
+  void look(const Segment& segment, const CompensatedGradient& compensated, kernels::Summary& summary,
             double& look_seconds);
-  void choose_on_device(const Pending& pending, SparseVector& selected);
+  void choose_on_device(const CompensatedGradient& compensated, SparseVector& selected);
 
   std::string name_;
   std::size_t model_;  // entries

@@ -2,7 +2,7 @@
 // no rank used is not delivered; means are over all ranks or over those present; whole numbers make
 // every sum exact.
 
-#include "topreduce/attendance.h"
+#include "topreduce/participation.h"
 
 #include <cmath>
 #include <numeric>
@@ -20,8 +20,8 @@ constexpr int kSteps = 8;
 constexpr std::size_t kNobodys[] = {3, 4, 7};  // parameters that no rank uses in odd steps
 constexpr std::size_t kSomeones[] = {0, 6};    // that rank 0 alone does not use
 
-using Divisor = Attendance::Divisor;
-using Presence = Attendance::Presence;
+using Divisor = Participation::Divisor;
+using Presence = Participation::Presence;
 
 /// One step of all ranks: who uses what, and gradients that are zero where nothing is used.
 struct Scene {
@@ -34,16 +34,16 @@ struct Scene {
       gradients.push_back(integers(r, step, layout.size()));
       for (const std::size_t id : mine) silence(layout[id], gradients.back());
     }
-    for (const auto& mine : unused) attendance.push_back({.unused = mine});
+    for (const auto& mine : unused) participation.push_back({.unused = mine});
   }
 
   void join(const Layout& layout, std::size_t rank, Divisor divisor) {
     std::ranges::fill(gradients[rank], 0.0f);
     unused[rank].resize(layout.count());
     std::iota(unused[rank].begin(), unused[rank].end(), std::size_t{0});
-    attendance[rank].presence = Presence::joined;
-    attendance[rank].unused = {};  // a rank that has joined used none
-    for (Attendance& each : attendance) each.divisor = divisor;
+    participation[rank].presence = Presence::joined;
+    participation[rank].unused = {};  // a rank that has joined used none
+    for (Participation& each : participation) each.divisor = divisor;
   }
 
   bool used(std::size_t id) const {
@@ -58,7 +58,7 @@ struct Scene {
 
   std::vector<std::vector<std::size_t>> unused;
   std::vector<Floats> gradients;
-  std::vector<Attendance> attendance;
+  std::vector<Participation> participation;
 };
 
 class Attending : public testing::TestWithParam<std::tuple<const char*, int>> {
@@ -123,7 +123,7 @@ TEST_P(Attending, WhatNobodyUsedStaysOwed) {
     const Scene scene(layout, ranks(), s);
     const auto before = debts(cluster);
     const auto outcomes =
-        cluster.step(scene.gradients, three_buckets(layout), 1, {}, scene.attendance);
+        cluster.step(scene.gradients, three_buckets(layout), 1, {}, scene.participation);
     ASSERT_NO_FATAL_FAILURE(
         expect_law(cluster, scene, before, outcomes, static_cast<float>(ranks())));
   }
@@ -142,7 +142,7 @@ TEST_P(Attending, RanksThatHaveJoinedBringWhatTheyOwe) {
       }
       const auto before = debts(cluster);
       const auto outcomes =
-          cluster.step(scene.gradients, three_buckets(layout), 1, {}, scene.attendance);
+          cluster.step(scene.gradients, three_buckets(layout), 1, {}, scene.participation);
       const int by = divisor == Divisor::ranks ? ranks() : present;
       ASSERT_NO_FATAL_FAILURE(expect_law(cluster, scene, before, outcomes, static_cast<float>(by)));
     }
@@ -166,7 +166,7 @@ TEST_P(Attending, DensityOneIsThePlainMean) {
       const bool joined = s >= 3 && ranks() > 1;
       if (joined) scene.join(layout, 1, divisor);
       const auto outcomes =
-          cluster.step(scene.gradients, reversed(layout), 1, {}, scene.attendance);
+          cluster.step(scene.gradients, reversed(layout), 1, {}, scene.participation);
       const int by = joined && divisor == Divisor::present ? ranks() - 1 : ranks();
       for (std::size_t id = 0; id < layout.count(); ++id) {
         for (std::size_t i = layout[id].offset; i < layout[id].offset + layout[id].size; ++i) {
@@ -187,7 +187,7 @@ TEST_P(Attending, BucketCutsDoNotMatter) {
     Cluster cluster(ranks(), layout, std::get<0>(GetParam()));
     for (int s = 0; s < 4; ++s) {
       const Scene scene(layout, ranks(), s);
-      const auto outcomes = cluster.step(scene.gradients, cut, 1, {}, scene.attendance);
+      const auto outcomes = cluster.step(scene.gradients, cut, 1, {}, scene.participation);
       if (first.size() < 4) {
         first.push_back(outcomes);
         continue;
@@ -208,15 +208,15 @@ TEST(RollCalls, TakeARoundOnlyIfSomeoneHasSomethingToSay) {
   Cluster cluster(3, layout, "topk:density=0.05,values=fp32,granularity=model");
   const auto gradients =
       gradients_of(3, 0, [&](int r, int step) { return integers(r, step, layout.size()); });
-  std::vector<Attendance> attendance(3);
+  std::vector<Participation> participation(3);
   const auto rounds = [&] {
-    return cluster.step(gradients, three_buckets(layout), 1, {}, attendance)[1].stats.rounds;
+    return cluster.step(gradients, three_buckets(layout), 1, {}, participation)[1].stats.rounds;
   };
   EXPECT_EQ(rounds(), 2);  // the exchange and the vote
-  for (Attendance& each : attendance) each.divisor = Divisor::present;
+  for (Participation& each : participation) each.divisor = Divisor::present;
   EXPECT_EQ(rounds(), 2);
   const std::size_t unused[] = {2};  // an empty parameter
-  attendance[2].unused = unused;
+  participation[2].unused = unused;
   EXPECT_EQ(rounds(), 3);
 }
 
@@ -228,9 +228,9 @@ TEST(RollCalls, ManyParameters) {
     Cluster cluster(2, layout, "dense");
     std::vector<std::size_t> unused;
     for (std::size_t id = 0; id < 1000; id += one_in) unused.push_back(id);
-    const std::vector<Attendance> attendance(2, Attendance{.unused = unused});
+    const std::vector<Participation> participation(2, Participation{.unused = unused});
     const auto outcomes = cluster.step({Floats(2000, 1.0f), Floats(2000, 3.0f)}, one_bucket(layout),
-                                       1, {}, attendance);
+                                       1, {}, participation);
     for (std::size_t i = 0; i < 2000; ++i) {
       ASSERT_EQ(outcomes[1].gradient[i], i / 2 % one_in == 0 ? 3.0f : 2.0f) << i;
     }
@@ -242,11 +242,11 @@ TEST(RollCalls, RanksThatDivideDifferentlyAreAllTold) {
   const Layout layout = small_model();
   Cluster cluster(3, layout, "topk:density=0.05,values=fp32");
   Scene scene(layout, 3, 0);
-  cluster.step(scene.gradients, three_buckets(layout), 1, {}, scene.attendance);
+  cluster.step(scene.gradients, three_buckets(layout), 1, {}, scene.participation);
   const State before = state_of(cluster[1]);
-  scene.attendance[1].divisor = Divisor::present;
+  scene.participation[1].divisor = Divisor::present;
   expect_error(
-      [&] { cluster.step(scene.gradients, three_buckets(layout), 1, {}, scene.attendance); },
+      [&] { cluster.step(scene.gradients, three_buckets(layout), 1, {}, scene.participation); },
       {"1 of 3 want"});
   EXPECT_EQ(cluster[0].step(), 1);
   EXPECT_EQ(cluster[2].step(), 1);
@@ -270,11 +270,11 @@ TEST(RollCalls, AFailureInItLeavesNoTrace) {
   const Layout layout = small_model();
   Cluster cluster(2, layout, "topk:density=0.05,values=fp32,granularity=model");
   const Scene first(layout, 2, 0), second(layout, 2, 1);
-  cluster.step(first.gradients, one_bucket(layout), 1, {}, first.attendance);
+  cluster.step(first.gradients, one_bucket(layout), 1, {}, first.participation);
   const State before = state_of(cluster[0]);
   const auto outcomes = cluster.step(
       second.gradients, one_bucket(layout), 1,
-      [](Communicator& comm) { return std::make_unique<Severed>(comm); }, second.attendance);
+      [](Communicator& comm) { return std::make_unique<Severed>(comm); }, second.participation);
   EXPECT_EQ(outcomes[0].error, "the cable is cut");
   EXPECT_EQ(outcomes[0].state, before);
   EXPECT_TRUE(same_bits(outcomes[0].gradient, second.gradients[0]));
@@ -284,15 +284,15 @@ TEST(RollCalls, MistakesAreNamed) {
   run_ranks(1, [](Communicator& comm) {
     Reducer reducer(one_parameter(2), "dense");
     const std::size_t unused[] = {1};
-    EXPECT_THROW(reducer.attend({}), std::invalid_argument);
+    EXPECT_THROW(reducer.participate({}), std::invalid_argument);
     reducer.begin(comm);
-    EXPECT_THROW(reducer.attend({.unused = unused}), std::invalid_argument);
+    EXPECT_THROW(reducer.participate({.unused = unused}), std::invalid_argument);
     Floats gradient(2);
     const std::size_t all[] = {0};
     reducer.add(all, gradient);
-    EXPECT_NO_THROW(reducer.attend({}));
+    EXPECT_NO_THROW(reducer.participate({}));
     reducer.finish();
-    EXPECT_THROW(reducer.attend({}), std::invalid_argument);
+    EXPECT_THROW(reducer.participate({}), std::invalid_argument);
   });
 }
 

@@ -6,7 +6,7 @@ namespace topreduce::exchange {
 
 /// What an exchange brought. Law: over the ranks, the sum of `settled` is `sum`.
 /// Either everything was delivered (`whole`), or the entries listed.
-struct Delivery {
+struct Result {
   enum class Extent { entries, whole };
   Extent extent = Extent::entries;
 

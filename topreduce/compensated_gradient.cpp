@@ -1,4 +1,4 @@
-#include "topreduce/pending.h"
+#include "topreduce/compensated_gradient.h"
 
 #include <array>
 #include <cassert>
@@ -17,7 +17,7 @@ Index end_of(std::span<const Segment> segments) {
 
 }  // namespace
 
-Pending::Pending(std::span<const Segment> segments, std::span<const float> base, float scale,
+CompensatedGradient::CompensatedGradient(std::span<const Segment> segments, std::span<const float> base, float scale,
                  const Drift& drift, Threads& threads)
     : segments_(segments),
       base_(base),
@@ -26,7 +26,7 @@ Pending::Pending(std::span<const Segment> segments, std::span<const float> base,
       threads_(threads),
       size_(end_of(segments)) {}
 
-Pending::Pending(std::span<const Segment> segments, Device& device, Device::Base base, float scale)
+CompensatedGradient::CompensatedGradient(std::span<const Segment> segments, Device& device, Device::Base base, float scale)
     : segments_(segments),
       scale_(scale),
       device_(&device),
@@ -34,34 +34,34 @@ Pending::Pending(std::span<const Segment> segments, Device& device, Device::Base
       threads_(Threads::none()),
       size_(end_of(segments)) {}
 
-kernels::Terms Pending::terms(const Segment& segment) const {
+kernels::Terms CompensatedGradient::terms(const Segment& segment) const {
   const auto base = base_.empty() ? base_ : base_.subspan(segment.offset, segment.size());
   return {base, segment.gradient, scale_};
 }
 
-kernels::Seen Pending::survey() const {
-  if (device_ != nullptr) return device_->survey();
-  const Stretches stretches(size_);
-  std::array<kernels::Seen, Stretches::kMost> seen;
-  threads_.for_each(stretches.count(), [&](std::size_t s) {
-    visit(stretches.begin(s), stretches.begin(s + 1),
+kernels::Summary CompensatedGradient::summarize() const {
+  if (device_ != nullptr) return device_->summarize();
+  const Chunks chunks(size_);
+  std::array<kernels::Summary, Chunks::kMost> summary;
+  threads_.for_each(chunks.count(), [&](std::size_t s) {
+    visit(chunks.begin(s), chunks.begin(s + 1),
           [&](const Segment& segment, std::size_t first, std::size_t count) {
-            kernels::survey(terms(segment).part(first, count), seen[s]);
+            kernels::summarize(terms(segment).part(first, count), summary[s]);
           });
   });
-  return kernels::together(std::span(seen).first(stretches.count()));
+  return kernels::combine(std::span(summary).first(chunks.count()));
 }
 
-kernels::Seen Pending::survey_gradients() const {
+kernels::Summary CompensatedGradient::summarize_gradients() const {
   assert(device_ == nullptr);
-  return Pending(segments_, {}, scale_, {}, threads_).survey();
+  return CompensatedGradient(segments_, {}, scale_, {}, threads_).summarize();
 }
 
-void Pending::evaluate(std::span<float> values) const {
+void CompensatedGradient::evaluate(std::span<float> values) const {
   if (device_ != nullptr) return device_->evaluate(values);
-  const Stretches stretches(size_);
-  threads_.for_each(stretches.count(), [&](std::size_t s) {
-    visit(stretches.begin(s), stretches.begin(s + 1),
+  const Chunks chunks(size_);
+  threads_.for_each(chunks.count(), [&](std::size_t s) {
+    visit(chunks.begin(s), chunks.begin(s + 1),
           [&](const Segment& segment, std::size_t first, std::size_t count) {
             kernels::evaluate(terms(segment).part(first, count),
                               values.subspan(segment.start + first, count));
@@ -69,7 +69,7 @@ void Pending::evaluate(std::span<float> values) const {
   });
 }
 
-void Pending::gather(std::span<const Index> indices, std::span<float> values) const {
+void CompensatedGradient::gather(std::span<const Index> indices, std::span<float> values) const {
   std::size_t i = 0;
   for (const Segment& segment : segments_) {
     const kernels::Terms terms = this->terms(segment);

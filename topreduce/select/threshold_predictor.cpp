@@ -1,4 +1,4 @@
-#include "topreduce/select/foresight.h"
+#include "topreduce/select/threshold_predictor.h"
 
 #include <algorithm>
 #include <cmath>
@@ -15,7 +15,7 @@ constexpr float kNever = std::numeric_limits<float>::infinity();
 
 }  // namespace
 
-void Foresight::begin(const Budget& budget) {
+void ThresholdPredictor::begin(const Budget& budget) {
   budget_ = budget;
   sample_.begin(budget.model, kSampleSize);
   const auto k = static_cast<double>(budget.entries);
@@ -24,36 +24,36 @@ void Foresight::begin(const Budget& budget) {
   caps_.begin(budget, cut_ > 0 ? Caps::Threshold::known : Caps::Threshold::unknown);
 }
 
-void Foresight::choose(const Pending& pending, SparseVector& selected, kernels::Seen& seen,
+void ThresholdPredictor::choose(const CompensatedGradient& compensated, SparseVector& selected, kernels::Summary& summary,
                        double& look_seconds) {
   selected.clear();
-  if (pending.device() != nullptr) {
+  if (compensated.device() != nullptr) {
     Stopwatch watch(look_seconds);
-    seen = pending.survey();
-    if (seen.finite()) choose_on_device(pending, selected);
+    summary = compensated.summarize();
+    if (summary.finite()) choose_on_device(compensated, selected);
     return;
   }
-  seen = {};
-  for (const Segment& segment : pending.segments()) {
-    const kernels::Terms terms = pending.terms(segment);
+  summary = {};
+  for (const Segment& segment : compensated.segments()) {
+    const kernels::Terms terms = compensated.terms(segment);
     strongest_.begin(caps_[segment.parameter], cut_);
-    look(segment, pending, seen, look_seconds);
-    if (!seen.finite()) return;
+    look(segment, compensated, summary, look_seconds);
+    if (!summary.finite()) return;
     const std::size_t before = selected.size();
     const float weakest = strongest_.finish(selected);
     caps_.note(segment.parameter, selected.size() - before);
     if (cut_ == 0) {
       const bool none = selected.size() == before;
-      sample_.foresee(segment.offset, terms, none ? kNever : weakest, pending.drift());
+      sample_.foresee(segment.offset, terms, none ? kNever : weakest, compensated.drift());
     }
   }
 }
 
-void Foresight::choose_on_device(const Pending& pending, SparseVector& selected) {
-  caps_.choose_on_device(pending, cut_, selected);
+void ThresholdPredictor::choose_on_device(const CompensatedGradient& compensated, SparseVector& selected) {
+  caps_.choose_on_device(compensated, cut_, selected);
   cuts_.clear();
   std::size_t next = 0;
-  for (const Segment& segment : pending.segments()) {
+  for (const Segment& segment : compensated.segments()) {
     float weakest = kNever;
     const std::size_t end = segment.start + segment.size();
     for (; next < selected.size() && selected.indices[next] < end; ++next) {
@@ -61,26 +61,26 @@ void Foresight::choose_on_device(const Pending& pending, SparseVector& selected)
     }
     cuts_.push_back(cut_ > 0 ? cut_ : weakest);
   }
-  sample_.foresee_on_device(pending, cuts_);
+  sample_.foresee_on_device(compensated, cuts_);
 }
 
-void Foresight::look(const Segment& segment, const Pending& pending, kernels::Seen& seen,
+void ThresholdPredictor::look(const Segment& segment, const CompensatedGradient& compensated, kernels::Summary& summary,
                      double& look_seconds) {
   Stopwatch watch(look_seconds);
-  strongest_.look(pending.terms(segment), segment.start, seen, pending.threads(),
+  strongest_.look(compensated.terms(segment), segment.start, summary, compensated.threads(),
                   [&](std::size_t start, const kernels::Terms& block) {
                     if (cut_ == 0) return;
-                    sample_.foresee(segment.offset + start, block, cut_, pending.drift());
+                    sample_.foresee(segment.offset + start, block, cut_, compensated.drift());
                   });
 }
 
-void Foresight::commit(double threshold) {
+void ThresholdPredictor::commit(double threshold) {
   threshold_ = std::min(threshold, state_range::kThreshold.most);
   last_k_ = static_cast<double>(budget_.entries);
   caps_.commit();
 }
 
-void Foresight::visit(StateVisitor& visitor) {
+void ThresholdPredictor::visit(StateVisitor& visitor) {
   visit_number(visitor, name_ + ".threshold", threshold_, state_range::kThreshold);
   visit_number(visitor, name_ + ".budget", last_k_, state_range::entries_of(model_));
   caps_.visit(name_ + ".share", visitor);

@@ -6,7 +6,7 @@
 namespace topreduce {
 
 /// What a rank has to say of a step beside its gradients.
-struct Attendance {
+struct Participation {
   /// joined: out of data. Its gradients are zeros, and it brings only what it owes.
   enum class Presence { present, joined } presence = Presence::present;
   /// What sums are divided by: the number of all ranks, or of those that are present.

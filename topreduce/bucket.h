@@ -5,23 +5,23 @@
 #include <vector>
 
 #include "topreduce/exchange/channel.h"
-#include "topreduce/exchange/delivery.h"
+#include "topreduce/exchange/result.h"
 #include "topreduce/exchange/task.h"
 #include "topreduce/fingerprint.h"
-#include "topreduce/pending.h"
+#include "topreduce/compensated_gradient.h"
 #include "topreduce/pipeline.h"
 
 namespace topreduce {
 
 /// One exchange of a step: what it spans, what was chosen, what it brought. Reused from step to
 /// step.
-struct Parcel {
+struct Bucket {
   Pipeline::Place::Home home = Pipeline::Place::Home::compressed;
   std::vector<Segment> segments;
   SparseVector selected;
-  kernels::Seen seen;
-  exchange::Delivery delivery;
-  std::optional<Pending> sight;  // what the exchange looks at, while it is under way
+  kernels::Summary summary;
+  exchange::Result result;
+  std::optional<CompensatedGradient> sight;  // what the exchange looks at, while it is under way
   exchange::Channel channel;
   exchange::Task task;
   double weight = 0;  // values that it sends
@@ -30,8 +30,8 @@ struct Parcel {
     home = where;
     segments.clear();
     selected.clear();
-    seen = {};
-    delivery.clear();
+    summary = {};
+    result.clear();
     task = {};
     sight.reset();
   }

@@ -45,12 +45,12 @@ struct Drift {
 /// What this rank would send if the network were free: owed + gradient of one exchange, seen but
 /// never stored. Segments stand in parameter order, so nothing depends on the caller's bucket cut;
 /// when a step is committed, those that nobody used are left out.
-class Pending {
+class CompensatedGradient {
  public:
-  Pending(std::span<const Segment> segments, std::span<const float> base, float scale,
+  CompensatedGradient(std::span<const Segment> segments, std::span<const float> base, float scale,
           const Drift& drift = {}, Threads& threads = Threads::none());
   /// On a device: its `open` vector.
-  Pending(std::span<const Segment> segments, Device& device, Device::Base base, float scale);
+  CompensatedGradient(std::span<const Segment> segments, Device& device, Device::Base base, float scale);
 
   /// Null: all of it is in main memory. Otherwise `terms` and `gather` are not to be called.
   Device* device() const { return device_; }
@@ -87,9 +87,9 @@ class Pending {
   }
 
   /// What a pass over all of it sees; on a device it must be open.
-  kernels::Seen survey() const;
+  kernels::Summary summarize() const;
   /// The same of the gradients alone. Not on a device.
-  kernels::Seen survey_gradients() const;
+  kernels::Summary summarize_gradients() const;
   /// All of it; on a device it must be open.
   void evaluate(std::span<float> values) const;
 
