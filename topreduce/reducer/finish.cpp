@@ -1,0 +1,201 @@
+// The end of a step: the vote, then all of it is committed, or nothing.
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+#include "topreduce/reducer/impl.h"
+#include "topreduce/wire/checksum.h"
+
+namespace topreduce {
+
+void Reducer::Impl::finish() {
+  if (comm == nullptr) throw std::invalid_argument("finish: no step is open; call begin first");
+  if (missing != 0) {
+    std::string names;
+    for (std::size_t id = 0, shown = 0; id < layout.count() && shown < 5; ++id) {
+      if (added[id] == 0) names += (shown++ == 0 ? "" : ", ") + layout[id].name;
+    }
+    throw std::invalid_argument("finish: step " + std::to_string(step) + " is missing " +
+                                std::to_string(missing) + " of " + std::to_string(layout.count()) +
+                                " parameters: " + names);
+  }
+  wait_for_all();
+  hold_vote();
+  {
+    Stopwatch watch(running[Stage::commit]);
+    running.finite = vote.finite() && fits_callers();
+    running.finite ? commit() : spoil();
+  }
+  const comm::Traffic traffic = comm->traffic();
+  running.bytes_sent = traffic.bytes_sent - traffic_before.bytes_sent;
+  running.bytes_received = comm->bytes_received_here();
+  running.messages = traffic.messages - traffic_before.messages;
+  comm->drain();
+  stats = running;
+  comm = nullptr;
+  if (order_is == Order::reversed) {
+    order = arrivals;
+    order_is = Order::observed;
+  }
+}
+
+std::uint32_t Reducer::Impl::fingerprint_of_sums() const {
+  std::uint64_t sums = 0;  // buckets come in any order
+  for (const auto& bucket : buckets) {
+    const exchange::Result& result = bucket->result;
+    const auto hash = [](const auto& values) {
+      return wire::xxh64(std::as_bytes(std::span(values)), 0);
+    };
+    sums += hash(result.sum.indices) ^ hash(result.sum.values) ^ hash(result.dense_sum);
+  }
+  return static_cast<std::uint32_t>(sums >> 32 ^ sums) | 1;
+}
+
+void Reducer::Impl::hold_vote() {
+  StepVote::Ballot ballot{
+      .run = run, .step = step, .finite = sound, .loss_scale = knows_scale ? loss_scale : 0};
+  for (const auto& bucket : buckets) {
+    if (bucket->segments.empty()) continue;
+    ballot.finite = ballot.finite && bucket->channel.finite();
+    // Ranks that decide on what is handed out must multiply by the same.
+    ballot.one_scale = ballot.one_scale || bucket->narrow();
+  }
+  if (pipeline.compare) ballot.sums = fingerprint_of_sums();
+  Stopwatch watch(running[Stage::network]);
+  running.rounds += vote.hold(ballot, *comm);
+  if (!knows_scale && vote.loss_scale() > 0) loss_scale = vote.loss_scale();
+}
+
+// Whether callers can use what they would be handed: sums, divisor and loss scale are the same on
+// all ranks, so their answers are. If there is a loss scale, it must be lowered. Without one, a
+// debt that grew too large for a caller would be in the way for ever: what is too much stays owed.
+bool Reducer::Impl::fits_callers() {
+  for (const auto& owner : buckets) {
+    Bucket& bucket = *owner;
+    const feedback::Feedback& feedback = memory(bucket);
+    for (const Segment& segment : bucket.segments) {
+      if (!segment.narrow() || !vote.used(segment.number)) continue;
+      const float largest = feedback.largest_mean(compensated(bucket), segment, bucket.result,
+                                              divisor_of(feedback), unit_of(feedback));
+      if (largest <= segment.most) continue;
+      if (loss_scale != 1 || !feedback.takes_back() || !std::isfinite(largest)) return false;
+      take_back(bucket, segment);
+    }
+  }
+  return true;
+}
+
+// Cuts the sums of a segment to what its caller can use; each rank owes an even part of the rest.
+void Reducer::Impl::take_back(Bucket& bucket, const Segment& segment) {
+  const feedback::Feedback& feedback = memory(bucket);
+  exchange::Result& result = bucket.result;
+  const auto divisor = static_cast<float>(divisor_of(feedback)), unit = unit_of(feedback);
+  const auto ranks = static_cast<float>(comm->size());
+  // The largest sum that becomes no larger mean than `most`.
+  float most = segment.most / unit * divisor;
+  while (most / divisor * unit > segment.most) most = std::nextafter(most, 0.0f);
+  const auto cut = [&](float& sum) {
+    const float before = sum;
+    sum = std::clamp(sum, -most, most);
+    return (before - sum) / ranks;
+  };
+  const std::size_t begin = segment.start, end = segment.start + segment.size();
+  if (result.extent == exchange::Result::Extent::whole) {
+    if (result.dense_settled.empty()) {
+      result.dense_settled.resize(result.dense_sum.size());
+      compensated(bucket).evaluate(result.dense_settled);
+    }
+    for (std::size_t i = begin; i < end; ++i) {
+      result.dense_settled[i] -= cut(result.dense_sum[i]);
+    }
+    return;
+  }
+  std::array<SparseVector, 2> settled;
+  for (std::size_t i = 0; i < result.sum.size(); ++i) {
+    const Index place = result.sum.indices[i];
+    if (place < begin || place >= end) continue;
+    const float back = cut(result.sum.values[i]);
+    if (back != 0) settled[1].push_back(place, -back);
+  }
+  settled[0].assign(result.settled);
+  workspace.adder.add(settled, compensated(bucket).size(), result.settled);
+}
+
+// An estimate stays a mean over all ranks; only what is handed out is divided otherwise.
+int Reducer::Impl::divisor_of(const feedback::Feedback& feedback) const {
+  return feedback.is_estimate() ? comm->size() : vote.divisor();
+}
+
+float Reducer::Impl::unit_of(const feedback::Feedback& feedback) const {
+  const float present = static_cast<float>(comm->size()) / static_cast<float>(vote.divisor());
+  return feedback.is_estimate() ? loss_scale * present : loss_scale;
+}
+
+// What nobody used is not delivered: whatever was exchanged of it stays owed.
+void Reducer::Impl::leave_out_unused(Bucket& bucket) {
+  const bool whole = bucket.result.extent == exchange::Result::Extent::whole;
+  std::erase_if(bucket.segments, [&](const Segment& segment) {
+    if (vote.used(segment.number)) return false;
+    const auto& places = bucket.result.sum.indices;
+    const auto first = std::ranges::lower_bound(places, segment.start);
+    const auto last =
+        std::ranges::lower_bound(places, static_cast<Index>(segment.start + segment.size()));
+    running.delivered -= whole ? segment.size() : static_cast<std::size_t>(last - first);
+    return true;
+  });
+}
+
+void Reducer::Impl::commit() {
+  in_parts = true;
+  double energy = 0, gone = 0;
+  for (const auto& owner : buckets) {
+    Bucket& bucket = *owner;
+    if (bucket.segments.empty()) continue;
+    const bool whole = bucket.result.extent == exchange::Result::Extent::whole;
+    running.selected +=
+        whole || !pipeline.selector ? bucket.result.delivered() : bucket.selected.size();
+    running.delivered += bucket.result.delivered();
+    energy += bucket.summary.energy;
+    if (!vote.all_used()) leave_out_unused(bucket);
+    if (bucket.segments.empty()) continue;
+    feedback::Feedback& feedback = memory(bucket);
+    gone += feedback.commit(compensated(bucket), bucket.result, divisor_of(feedback), unit_of(feedback));
+  }
+  if (regime == Regime::compress) {
+    if (pipeline.selector) pipeline.selector->commit();
+    pipeline.exchange->commit();
+  }
+  if (energy > 0) {
+    running.kept_energy = std::clamp(gone / energy, 0.0, 1.0);
+    const bool owes = regime != Regime::bypass && pipeline.feedback->has_base();
+    running.owed_norm = owes ? std::sqrt(std::max(0.0, energy - gone)) : 0;
+  }
+  ++step;
+  in_parts = false;
+}
+
+// As in plain DDP, everyone sees that the step is lost.
+void Reducer::Impl::spoil() {
+  for (const auto& owner : buckets) {
+    Bucket& bucket = *owner;
+    if (on_device) device->spoil(bucket.segments);
+    for (const Segment& segment : bucket.segments) {
+      std::ranges::fill(segment.gradient, std::numeric_limits<float>::quiet_NaN());
+    }
+  }
+}
+
+void Reducer::Impl::abandon() noexcept {
+  in_flight.clear();
+  for (const auto& bucket : buckets) {
+    if (bucket) bucket->task = {};
+  }
+  // Once an exchange has started, peers may have heard of it, even if not from this rank.
+  const bool begun = std::ranges::find(started, char{1}) != started.end();
+  if (comm != nullptr && !begun) comm->leave();
+  comm = nullptr;
+}
+}  // namespace topreduce

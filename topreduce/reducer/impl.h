@@ -1,0 +1,131 @@
+#pragma once
+
+// The order of a step, and nothing else of it:
+//
+//   begin    open the transaction
+//   add      look, choose, exchange            each bucket that is complete, while others still
+//   finish   look, choose, exchange            compute; or once, for the whole model
+//            vote, commit, decode              all of it, or nothing
+//
+// Until the vote only `buckets` are written: what is owed and the caller's gradients stay as they
+// are.
+
+#include <chrono>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "topreduce/bucket.h"
+#include "topreduce/bucket_plan.h"
+#include "topreduce/pipeline.h"
+#include "topreduce/reducer.h"
+#include "topreduce/vote.h"
+
+namespace topreduce {
+
+// How a step treats the compressed parameters.
+enum class Regime { compress, dense, bypass };
+
+struct TOPREDUCE_LOCAL Reducer::Impl {
+  Impl(Layout whole, const Spec& method);
+
+  // Between steps.
+  void describe_run();
+  void move_memory(feedback::Feedback& memory, const Pipeline& next, Device* wanted);
+  void configure(const Spec& changes);
+  void visit(StateVisitor& visitor);
+
+  // How the model is cut into buckets.
+  void forget_order();
+  void agree_on_order(Communicator& communicator);
+  void plan_buckets();
+
+  void begin(Communicator& communicator, float scale);
+  void add(std::span<const std::size_t> parameters, std::span<float> gradient, float most);
+  void relocate(std::span<const std::size_t> parameters, std::span<float> gradient);
+  void participate(const Participation& participation);
+  void finish();
+  void abandon() noexcept;
+
+  void expect_closed(const char* caller) const;
+  std::size_t mark_added(std::span<const std::size_t> parameters);
+  Bucket& holder_of(std::size_t parameter);
+  void start_complete_buckets();
+  bool may_start(std::size_t index);
+  void go_on();
+  void start(std::size_t index);
+  Regime regime_of_step() const;
+  CompensatedGradient compensated(const Bucket& bucket) const;
+  feedback::Feedback& memory(const Bucket& bucket);
+  Threads& threads() const;
+  bool is_sound(const Bucket& bucket, const CompensatedGradient& sight);
+  double weight_of(const Bucket& bucket, const exchange::Exchange& by) const;
+  void exchange(Bucket& bucket);
+  void progress();
+  void wait_for_all();
+  void hold_vote();
+  std::uint32_t fingerprint_of_sums() const;
+  bool fits_callers();
+  void take_back(Bucket& bucket, const Segment& segment);
+  int divisor_of(const feedback::Feedback& feedback) const;
+  float unit_of(const feedback::Feedback& feedback) const;
+  void leave_out_unused(Bucket& bucket);
+  void commit();
+  void spoil();
+
+  Layout layout;
+  Spec given;
+  Pipeline pipeline;
+  std::unique_ptr<exchange::Exchange> dense = find_exchange("dense").make({"dense", {}, {}}, {});
+  std::unique_ptr<feedback::Feedback> none = find_feedback("none").make({"none", {}, {}}, {});
+  Device* device = nullptr;
+  bool on_device = false;  // gradients and what is owed
+  Mode mode = Mode::compress;
+  std::uint64_t step = 0;
+  bool in_parts = false;  // a commit or a load was broken off
+  std::string description;
+  std::uint32_t run = 0;  // its fingerprint, in every message
+  int agreed_ranks = 0;   // ranks that were asked; 0: nobody yet
+  StepStats stats;
+  std::vector<std::size_t> everything;  // the numbers of all parameters, for `average`
+
+  // The order that buckets follow: reversed, until a step has been finished and so observed; that
+  // of rank 0 then, agreed upon at the next `begin`.
+  enum class Order { reversed, observed, agreed } order_is = Order::reversed;
+  std::vector<std::size_t> order;
+  BucketPlan plan;
+  Bytes order_bytes;
+
+  // The open step.
+  Communicator* comm = nullptr;
+  comm::Traffic traffic_before;
+  float loss_scale = 1;
+  bool knows_scale = true;
+  Regime regime = Regime::compress;
+  Budget budget;
+  exchange::Workspace workspace;
+  StepVote vote;
+  bool sound = true;  // all that this rank brought so far is finite
+  // What the caller handed over of a parameter.
+  struct Held {
+    std::span<float> gradient;
+    float most = 0;
+  };
+  std::vector<char> added;            // per parameter of the layout
+  std::vector<Held> held;             // the same
+  std::vector<std::size_t> arrivals;  // parameters, in the order they were added
+  std::size_t missing = 0;
+  std::vector<std::size_t> missing_of;  // the same by bucket
+  std::vector<char> started;            // the same
+  std::size_t first_not_started = 0;    // bucket, in the order of the plan
+  std::size_t first_not_ended = 0;      // of those that this was asked of
+  // Two for each bucket, compressed and dense; reused.
+  std::vector<std::unique_ptr<Bucket>> buckets;
+  std::vector<Bucket*> in_flight;  // whose exchange has not ended
+  double weight_in_flight = 0;     // values that they send
+  std::chrono::steady_clock::time_point in_flight_since;
+  StepStats running;
+};
+
+}  // namespace topreduce
