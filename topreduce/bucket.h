@@ -4,11 +4,11 @@
 #include <optional>
 #include <vector>
 
+#include "topreduce/compensated_gradient.h"
 #include "topreduce/exchange/channel.h"
 #include "topreduce/exchange/result.h"
 #include "topreduce/exchange/task.h"
 #include "topreduce/fingerprint.h"
-#include "topreduce/compensated_gradient.h"
 #include "topreduce/pipeline.h"
 
 namespace topreduce {

@@ -17,8 +17,9 @@ Index end_of(std::span<const Segment> segments) {
 
 }  // namespace
 
-CompensatedGradient::CompensatedGradient(std::span<const Segment> segments, std::span<const float> base, float scale,
-                 const Drift& drift, Threads& threads)
+CompensatedGradient::CompensatedGradient(std::span<const Segment> segments,
+                                         std::span<const float> base, float scale,
+                                         const Drift& drift, Threads& threads)
     : segments_(segments),
       base_(base),
       scale_(scale),
@@ -26,7 +27,8 @@ CompensatedGradient::CompensatedGradient(std::span<const Segment> segments, std:
       threads_(threads),
       size_(end_of(segments)) {}
 
-CompensatedGradient::CompensatedGradient(std::span<const Segment> segments, Device& device, Device::Base base, float scale)
+CompensatedGradient::CompensatedGradient(std::span<const Segment> segments, Device& device,
+                                         Device::Base base, float scale)
     : segments_(segments),
       scale_(scale),
       device_(&device),

@@ -48,9 +48,10 @@ struct Drift {
 class CompensatedGradient {
  public:
   CompensatedGradient(std::span<const Segment> segments, std::span<const float> base, float scale,
-          const Drift& drift = {}, Threads& threads = Threads::none());
+                      const Drift& drift = {}, Threads& threads = Threads::none());
   /// On a device: its `open` vector.
-  CompensatedGradient(std::span<const Segment> segments, Device& device, Device::Base base, float scale);
+  CompensatedGradient(std::span<const Segment> segments, Device& device, Device::Base base,
+                      float scale);
 
   /// Null: all of it is in main memory. Otherwise `terms` and `gather` are not to be called.
   Device* device() const { return device_; }

@@ -35,7 +35,7 @@ struct Pipeline {
     std::size_t parameter;
   };
   std::vector<Place> places;
-  Layout compressed;  ///< parameters that are chosen from; stages know only these
+  Layout compressed;    ///< parameters that are chosen from; stages know only these
   Layout uncompressed;  ///< parameters that are always sent whole
 
   std::unique_ptr<Threads> threads;  ///< who walks over long gradients

@@ -7,9 +7,9 @@
 #include <string_view>
 #include <vector>
 
-#include "topreduce/participation.h"
 #include "topreduce/comm/communicator.h"
 #include "topreduce/layout.h"
+#include "topreduce/participation.h"
 #include "topreduce/spec.h"
 #include "topreduce/state.h"
 #include "topreduce/stats.h"

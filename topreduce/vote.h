@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "topreduce/participation.h"
 #include "topreduce/comm/communicator.h"
+#include "topreduce/participation.h"
 #include "topreduce/storage.h"
 
 namespace topreduce {

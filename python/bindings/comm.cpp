@@ -192,7 +192,7 @@ class PythonCommunicator final : public Communicator {
   std::size_t frame_limit_;
   bool part_ = false;
   bool asked_ = false, polls_ = false, drains_ = false;  // what the subclass implements
-  Patience::Clock::duration summary_{}, counted_{};          // of the wait
+  Patience::Clock::duration summary_{}, counted_{};      // of the wait
   std::mutex mutex_;
   std::optional<Places> places_;
 };

@@ -160,7 +160,7 @@ struct Owner {
   }
 
   void participate(const std::vector<std::size_t>& unused, std::string_view presence,
-              std::string_view divisor) {
+                   std::string_view divisor) {
     using topreduce::Participation;
     if (presence != "present" && presence != "joined") {
       throw nb::value_error("participate: presence must be 'present' or 'joined'");
@@ -169,10 +169,10 @@ struct Owner {
       throw nb::value_error("participate: divisor must be 'ranks' or 'present'");
     }
     reducer.participate({.presence = presence == "joined" ? Participation::Presence::joined
-                                                     : Participation::Presence::present,
-                    .divisor = divisor == "present" ? Participation::Divisor::present
-                                                    : Participation::Divisor::ranks,
-                    .unused = unused});
+                                                          : Participation::Presence::present,
+                         .divisor = divisor == "present" ? Participation::Divisor::present
+                                                         : Participation::Divisor::ranks,
+                         .unused = unused});
   }
 
   bool progress() {
@@ -282,8 +282,9 @@ void bind_reducer(nb::module_& module) {
           "Whether gradients stay on the device, or must come to main memory.")
       .def("participate", &Owner::participate, "unused"_a = std::vector<std::size_t>(),
            "presence"_a = "present", "divisor"_a = "ranks",
-           nb::sig("def participate(self, unused: collections.abc.Sequence[int] = (), presence: str = "
-                   "'present', divisor: str = 'ranks') -> None"),
+           nb::sig(
+               "def participate(self, unused: collections.abc.Sequence[int] = (), presence: str = "
+               "'present', divisor: str = 'ranks') -> None"),
            "Say, before the last `add`, once or bit by bit, which parameters this rank left "
            "`unused`, whether it has\n"
            "'joined' (is out of data), and if means are over all ranks or those 'present'.\n"

@@ -113,8 +113,8 @@ void reduce_natively(Channel& channel, std::span<float> values, std::span<float>
 
 }  // namespace
 
-Task all_reduce(Channel& channel, const CompensatedGradient& compensated, std::span<const Index> places,
-                std::span<float> values, std::span<float> settled) {
+Task all_reduce(Channel& channel, const CompensatedGradient& compensated,
+                std::span<const Index> places, std::span<float> values, std::span<float> settled) {
   if (channel.native()) {
     reduce_natively(channel, values, settled);
     co_return;

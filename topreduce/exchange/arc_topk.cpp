@@ -90,8 +90,8 @@ class ArcTopK final : public Exchange {
     }
   }
 
-  Task run(const CompensatedGradient& compensated, const SparseVector&, const Budget& budget, Channel& channel,
-           Result& result) override {
+  Task run(const CompensatedGradient& compensated, const SparseVector&, const Budget& budget,
+           Channel& channel, Result& result) override {
     const auto work = works_.take(channel.number());
     {
       Stopwatch watch(channel.seconds(Stage::look));
@@ -251,7 +251,8 @@ class ArcTopK final : public Exchange {
 
   // ---- second all-reduce: the rows ----
 
-  void take(const CompensatedGradient& compensated, std::span<const Row> all, Result& result) const {
+  void take(const CompensatedGradient& compensated, std::span<const Row> all,
+            Result& result) const {
     std::size_t count = 0;
     for (const Row& row : all) count += row.chosen ? row.size : 0;
     for (const Segment& segment : compensated.segments()) {

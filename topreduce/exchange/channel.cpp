@@ -18,8 +18,8 @@ constexpr std::size_t kMostAround = 64;  // bytes that stand around values, or a
 
 }  // namespace
 
-void Channel::open(Communicator& comm, const Subject& subject, const CompensatedGradient& compensated,
-                   StepStats& stats, Workspace& workspace) {
+void Channel::open(Communicator& comm, const Subject& subject,
+                   const CompensatedGradient& compensated, StepStats& stats, Workspace& workspace) {
   comm_ = &comm;
   stats_ = &stats;
   threads_ = &Threads::none();

@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "topreduce/comm/communicator.h"
+#include "topreduce/compensated_gradient.h"
 #include "topreduce/exchange/frame_pool.h"
 #include "topreduce/exchange/regions.h"
 #include "topreduce/fingerprint.h"
-#include "topreduce/compensated_gradient.h"
 #include "topreduce/pool.h"
 #include "topreduce/stats.h"
 #include "topreduce/wire/payload.h"
@@ -52,8 +52,8 @@ struct Subject {
 class Channel {
  public:
   /// Starts an exchange over the segments of `compensated`.
-  void open(Communicator& comm, const Subject& subject, const CompensatedGradient& compensated, StepStats& stats,
-            Workspace& workspace);
+  void open(Communicator& comm, const Subject& subject, const CompensatedGradient& compensated,
+            StepStats& stats, Workspace& workspace);
 
   int rank() const { return comm_->rank(); }
   int ranks() const { return comm_->size(); }

@@ -14,8 +14,8 @@ namespace {
 
 class Dense final : public Exchange {
  public:
-  Task run(const CompensatedGradient& compensated, const SparseVector&, const Budget&, Channel& channel,
-           Result& result) override {
+  Task run(const CompensatedGradient& compensated, const SparseVector&, const Budget&,
+           Channel& channel, Result& result) override {
     result.extent = Result::Extent::whole;
     result.dense_sum.resize(compensated.size());
     result.dense_settled.resize(channel.rounds_values() ? compensated.size() : 0);

@@ -1,10 +1,10 @@
 #pragma once
 
 #include "topreduce/budget.h"
+#include "topreduce/compensated_gradient.h"
 #include "topreduce/exchange/channel.h"
 #include "topreduce/exchange/result.h"
 #include "topreduce/exchange/task.h"
-#include "topreduce/compensated_gradient.h"
 #include "topreduce/state.h"
 
 namespace topreduce::exchange {
@@ -25,10 +25,10 @@ class Exchange {
   virtual void begin(const Budget&) {}
 
   /// Sums over the ranks and says what this rank settled. `selected` is what this rank chose alone;
-  /// an exchange that chooses together gets it empty and looks at `compensated` itself. Several may be
-  /// under way: what one keeps across a wait is its own. All arguments outlive the task.
-  virtual Task run(const CompensatedGradient& compensated, const SparseVector& selected, const Budget& budget,
-                   Channel& channel, Result& result) = 0;
+  /// an exchange that chooses together gets it empty and looks at `compensated` itself. Several may
+  /// be under way: what one keeps across a wait is its own. All arguments outlive the task.
+  virtual Task run(const CompensatedGradient& compensated, const SparseVector& selected,
+                   const Budget& budget, Channel& channel, Result& result) = 0;
 
   /// Of one exchange of `size` entries in which every rank sends k, with `ranks` ranks.
   virtual Cost cost(double k, double size, int ranks) const = 0;

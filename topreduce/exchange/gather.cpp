@@ -14,8 +14,8 @@ namespace {
 
 class Gather final : public Exchange {
  public:
-  Task run(const CompensatedGradient& compensated, const SparseVector& selected, const Budget&, Channel& channel,
-           Result& result) override {
+  Task run(const CompensatedGradient& compensated, const SparseVector& selected, const Budget&,
+           Channel& channel, Result& result) override {
     const auto round = channel.send_to_all(channel.parameters(), selected, result.settled);
     co_await channel.arrival(round);
     Parts& parts = channel.workspace().incoming;

@@ -27,8 +27,8 @@ namespace {
 
 class GTopk final : public Exchange {
  public:
-  Task run(const CompensatedGradient& compensated, const SparseVector& selected, const Budget& budget,
-           Channel& channel, Result& result) override {
+  Task run(const CompensatedGradient& compensated, const SparseVector& selected,
+           const Budget& budget, Channel& channel, Result& result) override {
     // A budget for everything cuts nothing, however the entries lie.
     const bool at_once =
         budget.exchanges == Budget::Exchanges::one || budget.entries >= budget.model;
@@ -102,7 +102,8 @@ class GTopk final : public Exchange {
   }
 
   // Adds received_ to `sum` and cuts: to the k strongest or, with k = 0, by parameter.
-  void merge(const CompensatedGradient& compensated, std::size_t k, SparseVector& sum, SparseVector& cut) {
+  void merge(const CompensatedGradient& compensated, std::size_t k, SparseVector& sum,
+             SparseVector& cut) {
     meeting_[0].assign(sum);
     meeting_[1].assign(received_);
     adder_.add(meeting_, compensated.size(), merged_);

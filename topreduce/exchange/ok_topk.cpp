@@ -99,8 +99,8 @@ class OkTopk final : public Exchange {
     delivered_ = 0;
   }
 
-  Task run(const CompensatedGradient& compensated, const SparseVector& selected, const Budget&, Channel& channel,
-           Result& result) override {
+  Task run(const CompensatedGradient& compensated, const SparseVector& selected, const Budget&,
+           Channel& channel, Result& result) override {
     Workspace& work = channel.workspace();
     const auto regions = work.regions.take(channel.number());
     const auto sent = work.vectors.take(channel.number()),

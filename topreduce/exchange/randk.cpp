@@ -18,8 +18,8 @@ namespace {
 
 class RandK final : public Exchange {
  public:
-  Task run(const CompensatedGradient& compensated, const SparseVector&, const Budget& budget, Channel& channel,
-           Result& result) override {
+  Task run(const CompensatedGradient& compensated, const SparseVector&, const Budget& budget,
+           Channel& channel, Result& result) override {
     // An interval of a segment meets at most two stretches more than its share; a turn makes two.
     const std::size_t most =
         compensated.size() * budget.entries / std::max<std::size_t>(1, budget.model) +

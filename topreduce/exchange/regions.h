@@ -3,8 +3,8 @@
 #include <array>
 #include <vector>
 
-#include "topreduce/layout.h"
 #include "topreduce/compensated_gradient.h"
+#include "topreduce/layout.h"
 #include "topreduce/sparse_vector.h"
 #include "topreduce/state.h"
 #include "topreduce/wire/payload.h"

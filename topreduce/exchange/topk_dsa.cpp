@@ -24,8 +24,8 @@ class TopkDsa final : public Exchange {
  public:
   explicit TopkDsa(const Layout& layout) : regions_(layout) {}
 
-  Task run(const CompensatedGradient& compensated, const SparseVector& selected, const Budget&, Channel& channel,
-           Result& result) override {
+  Task run(const CompensatedGradient& compensated, const SparseVector& selected, const Budget&,
+           Channel& channel, Result& result) override {
     Workspace& work = channel.workspace();
     const auto regions = work.regions.take(channel.number());
     const auto sent = work.vectors.take(channel.number()),

@@ -41,7 +41,8 @@ struct Block {
 
 /// Calls body(Block) for all of `compensated` in [begin, end) of the exchange, in order.
 template <class Body>
-void for_each_block(const CompensatedGradient& compensated, std::size_t begin, std::size_t end, Body&& body) {
+void for_each_block(const CompensatedGradient& compensated, std::size_t begin, std::size_t end,
+                    Body&& body) {
   constexpr std::size_t kBlock = 1 << 14;
   compensated.visit(begin, end, [&](const Segment& segment, std::size_t first, std::size_t count) {
     for (std::size_t at = first; at < first + count; at += kBlock) {

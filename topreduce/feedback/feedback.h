@@ -2,8 +2,8 @@
 
 #include <span>
 
-#include "topreduce/exchange/result.h"
 #include "topreduce/compensated_gradient.h"
+#include "topreduce/exchange/result.h"
 #include "topreduce/state.h"
 #include "topreduce/storage.h"
 
@@ -56,8 +56,8 @@ class Feedback {
   /// The step was voted through. For one exchange: takes what was settled off the memory and
   /// replaces its gradients with the mean over `ranks`, times `unit` (the loss scale). Returns by
   /// how much the energy of `compensated` went down.
-  virtual double commit(const CompensatedGradient& compensated, const exchange::Result& result, int ranks,
-                        float unit) = 0;
+  virtual double commit(const CompensatedGradient& compensated, const exchange::Result& result,
+                        int ranks, float unit) = 0;
 
   /// Moves what it remembers to `device`, null for main memory, where `base` then shows it. False,
   /// and no change, if it cannot live on a device.

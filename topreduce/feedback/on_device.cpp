@@ -5,8 +5,8 @@
 namespace topreduce::feedback {
 namespace {
 
-double commit_whole(const CompensatedGradient& compensated, const exchange::Result& result, float divisor,
-                    float unit) {
+double commit_whole(const CompensatedGradient& compensated, const exchange::Result& result,
+                    float divisor, float unit) {
   Buffer<float> settled, mean;
   const bool all = compensated.plain() || result.dense_settled.empty();
   for (const Segment& segment : compensated.segments()) {
@@ -20,8 +20,8 @@ double commit_whole(const CompensatedGradient& compensated, const exchange::Resu
 
 }  // namespace
 
-double commit_on_device(const CompensatedGradient& compensated, const exchange::Result& result, int ranks,
-                        float unit) {
+double commit_on_device(const CompensatedGradient& compensated, const exchange::Result& result,
+                        int ranks, float unit) {
   const auto divisor = static_cast<float>(ranks);
   compensated.open();
   if (result.extent == exchange::Result::Extent::whole) {

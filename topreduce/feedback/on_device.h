@@ -1,13 +1,13 @@
 #pragma once
 
-#include "topreduce/exchange/result.h"
 #include "topreduce/compensated_gradient.h"
+#include "topreduce/exchange/result.h"
 
 namespace topreduce::feedback {
 
 /// Feedback::commit for gradients on a device, with (residual) or without (none) what is owed
 /// there.
-double commit_on_device(const CompensatedGradient& compensated, const exchange::Result& result, int ranks,
-                        float unit);
+double commit_on_device(const CompensatedGradient& compensated, const exchange::Result& result,
+                        int ranks, float unit);
 
 }  // namespace topreduce::feedback

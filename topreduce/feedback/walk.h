@@ -43,7 +43,8 @@ class Walk {
   Cursor settled_, sum_;
 };
 
-/// Passes over all blocks of `compensated`, on its threads, and adds up what body(block, walk) returns.
+/// Passes over all blocks of `compensated`, on its threads, and adds up what body(block, walk)
+/// returns.
 template <class Body>
 double sum_over_blocks(const CompensatedGradient& compensated, const exchange::Result& result,
                        const Body& body) {

@@ -179,7 +179,8 @@ void summarize(const Terms& terms, Summary& summary) {
   for (std::size_t i = 0; i < terms.size(); ++i) {
     const float x = terms[i];
     summary.energy += static_cast<double>(x) * static_cast<double>(x);
-    summary.largest_bits = std::max(summary.largest_bits, std::bit_cast<std::uint32_t>(std::abs(x)));
+    summary.largest_bits =
+        std::max(summary.largest_bits, std::bit_cast<std::uint32_t>(std::abs(x)));
   }
 }
 

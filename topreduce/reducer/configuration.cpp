@@ -88,8 +88,7 @@ void Reducer::Impl::configure(const Spec& changes) {
         "as they are once a run has begun");
   }
   // An estimate is kept in another form if the ranks choose alone; it owes nothing and starts anew.
-  const bool form_changes =
-      (next.choice == Choice::alone) != (pipeline.choice == Choice::alone);
+  const bool form_changes = (next.choice == Choice::alone) != (pipeline.choice == Choice::alone);
   const bool keeps_memory = !(form_changes && next.feedback->is_estimate());
   // A device may refuse: so this comes before anything changes.
   move_memory(keeps_memory ? *pipeline.feedback : *next.feedback, next, device);

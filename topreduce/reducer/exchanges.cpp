@@ -117,7 +117,7 @@ std::size_t Reducer::Impl::mark_added(std::span<const std::size_t> parameters) {
 }
 
 void Reducer::Impl::add(std::span<const std::size_t> parameters, std::span<float> gradient,
-                          float most) {
+                        float most) {
   if (!(most > 0)) {
     throw std::invalid_argument("add: most must be a positive number, not " + std::to_string(most));
   }
@@ -192,7 +192,8 @@ void Reducer::Impl::start(std::size_t index) {
   for (const std::size_t id : plan[index]) {
     const Pipeline::Place place = pipeline.places[id];
     const bool dense_home = place.home == Home::dense;
-    const Parameter& parameter = (dense_home ? pipeline.uncompressed : pipeline.compressed)[place.parameter];
+    const Parameter& parameter =
+        (dense_home ? pipeline.uncompressed : pipeline.compressed)[place.parameter];
     holder_of(id).segments.push_back({.parameter = place.parameter,
                                       .offset = parameter.offset,
                                       .count = parameter.size,
@@ -205,7 +206,8 @@ void Reducer::Impl::start(std::size_t index) {
 }
 
 void Reducer::Impl::participate(const Participation& participation) {
-  if (comm == nullptr) throw std::invalid_argument("participate: no step is open; call begin first");
+  if (comm == nullptr)
+    throw std::invalid_argument("participate: no step is open; call begin first");
   for (const std::size_t id : participation.unused) {
     if (id >= layout.count()) {
       throw std::invalid_argument("participate: there is no parameter " + std::to_string(id) +

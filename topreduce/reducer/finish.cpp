@@ -79,7 +79,7 @@ bool Reducer::Impl::fits_callers() {
     for (const Segment& segment : bucket.segments) {
       if (!segment.narrow() || !vote.used(segment.number)) continue;
       const float largest = feedback.largest_mean(compensated(bucket), segment, bucket.result,
-                                              divisor_of(feedback), unit_of(feedback));
+                                                  divisor_of(feedback), unit_of(feedback));
       if (largest <= segment.most) continue;
       if (loss_scale != 1 || !feedback.takes_back() || !std::isfinite(largest)) return false;
       take_back(bucket, segment);
@@ -162,7 +162,8 @@ void Reducer::Impl::commit() {
     if (!vote.all_used()) leave_out_unused(bucket);
     if (bucket.segments.empty()) continue;
     feedback::Feedback& feedback = memory(bucket);
-    gone += feedback.commit(compensated(bucket), bucket.result, divisor_of(feedback), unit_of(feedback));
+    gone += feedback.commit(compensated(bucket), bucket.result, divisor_of(feedback),
+                            unit_of(feedback));
   }
   if (regime == Regime::compress) {
     if (pipeline.selector) pipeline.selector->commit();

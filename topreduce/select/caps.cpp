@@ -47,7 +47,8 @@ double Caps::sent() const {
   return std::accumulate(sent_.begin(), sent_.end(), 0.0);
 }
 
-void Caps::choose_on_device(const CompensatedGradient& compensated, float floor, SparseVector& selected) {
+void Caps::choose_on_device(const CompensatedGradient& compensated, float floor,
+                            SparseVector& selected) {
   limits_.clear();
   for (const Segment& segment : compensated.segments()) limits_.push_back(caps_[segment.parameter]);
   compensated.device()->strongest(std::max(floor, kNonZero), limits_, selected);

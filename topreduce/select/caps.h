@@ -31,7 +31,8 @@ class Caps {
 
   /// Replaces `selected` with the strongest entries of each parameter from `floor` up, as many as
   /// its cap allows, and notes them. On a device.
-  void choose_on_device(const CompensatedGradient& compensated, float floor, SparseVector& selected);
+  void choose_on_device(const CompensatedGradient& compensated, float floor,
+                        SparseVector& selected);
 
   void commit();
   void visit(std::string_view name, StateVisitor& visitor) {

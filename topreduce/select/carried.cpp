@@ -27,8 +27,8 @@ class Carried final : public Selector {
 
   void begin(const Budget& budget) override { predictor_.begin(budget); }
 
-  void choose(const CompensatedGradient& compensated, SparseVector& selected, kernels::Summary& summary,
-              double& look_seconds) override {
+  void choose(const CompensatedGradient& compensated, SparseVector& selected,
+              kernels::Summary& summary, double& look_seconds) override {
     predictor_.choose(compensated, selected, summary, look_seconds);
   }
 

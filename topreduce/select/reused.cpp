@@ -48,8 +48,8 @@ class Reused final : public Selector {
     ranking_.begin(budget.entries, to_magnitude(cut_ / 2));
   }
 
-  void choose(const CompensatedGradient& compensated, SparseVector& selected, kernels::Summary& summary,
-              double& look_seconds) override {
+  void choose(const CompensatedGradient& compensated, SparseVector& selected,
+              kernels::Summary& summary, double& look_seconds) override {
     selected.clear();
     if (!whole_model()) return choose_in_bucket(compensated, selected, summary, look_seconds);
     if (exact_ || sends_all()) return choose_exactly(compensated, selected, summary, look_seconds);
@@ -92,14 +92,15 @@ class Reused final : public Selector {
   bool whole_model() const { return budget_.exchanges == Budget::Exchanges::one; }
   bool sends_all() const { return budget_.entries >= budget_.model; }
 
-  void look(const CompensatedGradient& compensated, std::size_t limit, float floor, kernels::Summary& summary) {
+  void look(const CompensatedGradient& compensated, std::size_t limit, float floor,
+            kernels::Summary& summary) {
     summary = {};
     strongest_.begin(limit, floor);
     strongest_.look(compensated, summary);
   }
 
-  void choose_exactly(const CompensatedGradient& compensated, SparseVector& selected, kernels::Summary& summary,
-                      double& look_seconds) {
+  void choose_exactly(const CompensatedGradient& compensated, SparseVector& selected,
+                      kernels::Summary& summary, double& look_seconds) {
     {
       Stopwatch watch(look_seconds);
       const float floor = sends_all() ? kNonZero : to_magnitude(cut_ / 2);
@@ -133,8 +134,8 @@ class Reused final : public Selector {
     selected.resize(kept);
   }
 
-  void choose_in_bucket(const CompensatedGradient& compensated, SparseVector& selected, kernels::Summary& summary,
-                        double& look_seconds) {
+  void choose_in_bucket(const CompensatedGradient& compensated, SparseVector& selected,
+                        kernels::Summary& summary, double& look_seconds) {
     const float cut = sends_all() ? kNonZero : to_magnitude(cut_);
     if (compensated.device() != nullptr) {
       Stopwatch watch(look_seconds);

@@ -37,13 +37,14 @@ class RuleSelector final : public Selector {
     if (!whole_model()) predictor_.begin(budget);
   }
 
-  void choose(const CompensatedGradient& compensated, SparseVector& selected, kernels::Summary& summary,
-              double& look_seconds) override {
+  void choose(const CompensatedGradient& compensated, SparseVector& selected,
+              kernels::Summary& summary, double& look_seconds) override {
     if (!whole_model()) return predictor_.choose(compensated, selected, summary, look_seconds);
     Stopwatch watch(look_seconds);
     selected.clear();
     parts_.clear();
-    for (const Segment& segment : compensated.segments()) parts_.push_back(compensated.terms(segment));
+    for (const Segment& segment : compensated.segments())
+      parts_.push_back(compensated.terms(segment));
     summary = compensated.summarize();
     if (summary.finite()) {
       apply(static_cast<double>(budget_.entries), summary, compensated.threads(), selected);

@@ -63,11 +63,13 @@ void Sample::take(const CompensatedGradient& compensated) {
   }
 }
 
-void Sample::foresee_on_device(const CompensatedGradient& compensated, std::span<const float> cuts) {
-  visit_on_device(compensated, [&](std::size_t segment, std::size_t place, float x, float gradient) {
-    const bool sent = std::abs(x) >= cuts[segment];
-    note(place, compensated.plain() || sent ? 0 : x, gradient);
-  });
+void Sample::foresee_on_device(const CompensatedGradient& compensated,
+                               std::span<const float> cuts) {
+  visit_on_device(compensated,
+                  [&](std::size_t segment, std::size_t place, float x, float gradient) {
+                    const bool sent = std::abs(x) >= cuts[segment];
+                    note(place, compensated.plain() || sent ? 0 : x, gradient);
+                  });
 }
 
 float Sample::kth_magnitude(std::size_t k, double deviations) const {

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "topreduce/kernels/kernels.h"
 #include "topreduce/compensated_gradient.h"
+#include "topreduce/kernels/kernels.h"
 
 namespace topreduce::select {
 

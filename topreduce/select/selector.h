@@ -1,8 +1,8 @@
 #pragma once
 
 #include "topreduce/budget.h"
-#include "topreduce/layout.h"
 #include "topreduce/compensated_gradient.h"
+#include "topreduce/layout.h"
 #include "topreduce/state.h"
 
 namespace topreduce::select {
@@ -18,11 +18,11 @@ class Selector {
   /// granularity `model` gets exactly one.
   virtual void begin(const Budget& budget) = 0;
 
-  /// Replaces `selected` with the chosen entries of `compensated`, and `summary` with what a pass over all
-  /// of them saw. If not `seen.finite()`, the step is lost anyway and `selected` does not matter.
-  /// `look_seconds` grows by the time spent in passes over all entries.
-  virtual void choose(const CompensatedGradient& compensated, SparseVector& selected, kernels::Summary& summary,
-                      double& look_seconds) = 0;
+  /// Replaces `selected` with the chosen entries of `compensated`, and `summary` with what a pass
+  /// over all of them saw. If not `seen.finite()`, the step is lost anyway and `selected` does not
+  /// matter. `look_seconds` grows by the time spent in passes over all entries.
+  virtual void choose(const CompensatedGradient& compensated, SparseVector& selected,
+                      kernels::Summary& summary, double& look_seconds) = 0;
 
   /// The step's exchanges went through on every rank: adopt what this step taught.
   virtual void commit() = 0;

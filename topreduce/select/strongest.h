@@ -21,8 +21,8 @@ class Strongest {
   void begin(std::size_t limit, float floor);
 
   /// Looks at more entries; their indices, counted from `first`, follow all earlier ones. Adds to
-  /// `summary`. Calls beside(start, block) with every block, counted from the start of `terms`, while
-  /// it is in the cache, and on any of the threads.
+  /// `summary`. Calls beside(start, block) with every block, counted from the start of `terms`,
+  /// while it is in the cache, and on any of the threads.
   template <class Beside>
   void look(const kernels::Terms& terms, Index first, kernels::Summary& summary, Threads& threads,
             const Beside& beside);

@@ -24,8 +24,8 @@ void ThresholdPredictor::begin(const Budget& budget) {
   caps_.begin(budget, cut_ > 0 ? Caps::Threshold::known : Caps::Threshold::unknown);
 }
 
-void ThresholdPredictor::choose(const CompensatedGradient& compensated, SparseVector& selected, kernels::Summary& summary,
-                       double& look_seconds) {
+void ThresholdPredictor::choose(const CompensatedGradient& compensated, SparseVector& selected,
+                                kernels::Summary& summary, double& look_seconds) {
   selected.clear();
   if (compensated.device() != nullptr) {
     Stopwatch watch(look_seconds);
@@ -49,7 +49,8 @@ void ThresholdPredictor::choose(const CompensatedGradient& compensated, SparseVe
   }
 }
 
-void ThresholdPredictor::choose_on_device(const CompensatedGradient& compensated, SparseVector& selected) {
+void ThresholdPredictor::choose_on_device(const CompensatedGradient& compensated,
+                                          SparseVector& selected) {
   caps_.choose_on_device(compensated, cut_, selected);
   cuts_.clear();
   std::size_t next = 0;
@@ -64,8 +65,8 @@ void ThresholdPredictor::choose_on_device(const CompensatedGradient& compensated
   sample_.foresee_on_device(compensated, cuts_);
 }
 
-void ThresholdPredictor::look(const Segment& segment, const CompensatedGradient& compensated, kernels::Summary& summary,
-                     double& look_seconds) {
+void ThresholdPredictor::look(const Segment& segment, const CompensatedGradient& compensated,
+                              kernels::Summary& summary, double& look_seconds) {
   Stopwatch watch(look_seconds);
   strongest_.look(compensated.terms(segment), segment.start, summary, compensated.threads(),
                   [&](std::size_t start, const kernels::Terms& block) {

@@ -23,8 +23,8 @@ class ThresholdPredictor {
 
   void begin(const Budget& budget);
   /// As Selector::choose.
-  void choose(const CompensatedGradient& compensated, SparseVector& selected, kernels::Summary& summary,
-              double& look_seconds);
+  void choose(const CompensatedGradient& compensated, SparseVector& selected,
+              kernels::Summary& summary, double& look_seconds);
 
   const Budget& budget() const { return budget_; }
   float cut() const { return cut_; }                ///< of this step; 0 if none is known yet
@@ -36,8 +36,8 @@ class ThresholdPredictor {
   void visit(StateVisitor& visitor);
 
  private:
-  void look(const Segment& segment, const CompensatedGradient& compensated, kernels::Summary& summary,
-            double& look_seconds);
+  void look(const Segment& segment, const CompensatedGradient& compensated,
+            kernels::Summary& summary, double& look_seconds);
   void choose_on_device(const CompensatedGradient& compensated, SparseVector& selected);
 
   std::string name_;

@@ -23,8 +23,8 @@ class TopK final : public Selector {
  public:
   void begin(const Budget& budget) override { budget_ = budget; }
 
-  void choose(const CompensatedGradient& compensated, SparseVector& selected, kernels::Summary& summary,
-              double& look_seconds) override {
+  void choose(const CompensatedGradient& compensated, SparseVector& selected,
+              kernels::Summary& summary, double& look_seconds) override {
     selected.clear();
     {
       Stopwatch watch(look_seconds);

@@ -43,7 +43,7 @@ class RiceWriter {
 
   std::byte *front_, *back_;
   std::uint64_t compensated_ = 0;  // bits not yet written ...
-  std::uint64_t filled_ = 0;   // ... and how many, fewer than 64 between puts
+  std::uint64_t filled_ = 0;       // ... and how many, fewer than 64 between puts
 };
 
 struct RiceBytes {

@@ -36,7 +36,8 @@ std::uint32_t clear_bits(std::uint32_t magnitude) {
 }
 
 // Finite magnitudes become `finite`, at most `largest`; infinity stays, NaN becomes the quiet one.
-inline std::uint32_t saturate(std::uint32_t magnitude, std::uint32_t finite, std::uint32_t largest) {
+inline std::uint32_t saturate(std::uint32_t magnitude, std::uint32_t finite,
+                              std::uint32_t largest) {
   const std::uint32_t limited = either(magnitude < largest, finite, largest);
   const std::uint32_t other = either(magnitude == kInfinity, kInfinity, kInfinity | 0x400000);
   return either(magnitude < kInfinity, limited, other);
