@@ -159,10 +159,10 @@ class PythonCommunicator final : public Communicator {
   // process stood still does not count.
   void still_waiting(Patience::Clock::duration waited) override {
     constexpr std::chrono::milliseconds kBetween(100), kMost(1000);
-    if (waited < summary_) summary_ = counted_ = {};  // another wait
-    if (waited < summary_ + kBetween) return;
-    counted_ += std::min<Patience::Clock::duration>(waited - summary_, kMost);
-    summary_ = waited;
+    if (waited < waited_) waited_ = counted_ = {};  // another wait
+    if (waited < waited_ + kBetween) return;
+    counted_ += std::min<Patience::Clock::duration>(waited - waited_, kMost);
+    waited_ = waited;
     const nb::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
     call("still_waiting", std::chrono::duration<double>(counted_).count());
@@ -192,7 +192,7 @@ class PythonCommunicator final : public Communicator {
   std::size_t frame_limit_;
   bool part_ = false;
   bool asked_ = false, polls_ = false, drains_ = false;  // what the subclass implements
-  Patience::Clock::duration summary_{}, counted_{};      // of the wait
+  Patience::Clock::duration waited_{}, counted_{};      // of the wait
   std::mutex mutex_;
   std::optional<Places> places_;
 };
