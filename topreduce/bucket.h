@@ -24,7 +24,9 @@ struct Bucket {
   std::optional<CompensatedGradient> sight;  // what the exchange looks at, while it is under way
   exchange::Channel channel;
   exchange::Task task;
-  double weight = 0;  // values that it sends
+  double weight = 0;     // values that it sends
+  bool settled = false;  // before the vote, so that it may have to be undone
+  double gone = 0;       // energy that went with it
 
   void open(Pipeline::Place::Home where) {
     home = where;
@@ -33,6 +35,8 @@ struct Bucket {
     summary = {};
     result.clear();
     task = {};
+    settled = false;
+    gone = 0;
     sight.reset();
   }
 
@@ -48,6 +52,9 @@ struct Bucket {
 
   /// Whether a mean may be too large for a caller.
   bool narrow() const { return std::ranges::any_of(segments, &Segment::narrow); }
+
+  /// Whether its gradients are the reducer's to write to.
+  bool lent() const { return std::ranges::all_of(segments, &Segment::lent); }
 
   /// The number of the exchange: its first parameter belongs to no other.
   std::uint32_t number() const {

@@ -20,6 +20,8 @@ struct Segment {
   std::size_t count = 0;           ///< its entries
   std::size_t number = 0;          ///< the parameter's number in the whole layout
   std::span<float> gradient = {};  ///< the caller's; empty if it is on a device
+  bool lent = false;               ///< whether anything may be written into `gradient`
+  std::span<float> mean = {};      ///< zeros, where the mean goes; empty: it replaces `gradient`
   /// The largest magnitude that the caller can use of the mean.
   float most = std::numeric_limits<float>::max();
 

@@ -47,6 +47,31 @@ void Reducer::add(std::span<const std::size_t> parameters, std::span<float> grad
   }
 }
 
+void Reducer::lend(std::span<const std::size_t> parameters, std::span<float> gradient, float most) {
+  const FloatMode mode;
+  try {
+    if (impl_->on_device) throw std::invalid_argument("lend: gradients must stay on the device");
+    impl_->add(parameters, gradient, most, true);
+  } catch (...) {
+    abandon();
+    throw;
+  }
+}
+
+bool Reducer::borrows() const {
+  return impl_->mode == Mode::compress && impl_->pipeline.granularity == Granularity::bucket &&
+         impl_->pipeline.feedback->settles_early();
+}
+
+void Reducer::deliver_to(std::span<const std::size_t> parameters, std::span<float> means) {
+  try {
+    impl_->deliver_to(parameters, means);
+  } catch (...) {
+    abandon();
+    throw;
+  }
+}
+
 void Reducer::add_on_device(std::span<const std::size_t> parameters, float most) {
   const FloatMode mode;
   try {

@@ -66,6 +66,17 @@ class TOPREDUCE_API Reducer {
   /// not looked at again. Not for gradients on a device.
   void relocate(std::span<const std::size_t> parameters, std::span<float> gradient);
 
+  /// As `add`, for memory that the caller does not need: while the backward pass goes on, what is
+  /// owed is brought up to date, and this is where it can be undone from. If the step fails, zeros
+  /// are left, or nothing of use. Only then may `deliver_to` follow.
+  void lend(std::span<const std::size_t> parameters, std::span<float> gradient,
+            float most = std::numeric_limits<float>::max());
+  /// Whether that is of use: else `add` is as good.
+  bool borrows() const;
+  /// Between `lend` and `finish`: the means of these parameters go to `means`, one after the other,
+  /// where zeros are now, instead of the place that was lent.
+  void deliver_to(std::span<const std::size_t> parameters, std::span<float> means);
+
   /// As `add`, for gradients that the device of `use` holds; see `on_device`.
   void add_on_device(std::span<const std::size_t> parameters,
                      float most = std::numeric_limits<float>::max());

@@ -2,13 +2,12 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <cstring>
+#include <memory>
 #include <mutex>
-#include <optional>
+#include <thread>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
@@ -17,10 +16,12 @@
 #include "bindings.h"
 #include "topreduce/comm/communicator.h"
 #include "topreduce/comm/decorator.h"
+#include "topreduce/comm/sockets.h"
 #include "topreduce/comm/thread.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
+using topreduce::Bytes;
 using topreduce::CommError;
 using topreduce::WireError;
 using topreduce::comm::at;
@@ -30,14 +31,14 @@ using topreduce::comm::Inbox;
 using topreduce::comm::Loss;
 using topreduce::comm::Patience;
 using topreduce::comm::Place;
+using topreduce::comm::Sockets;
 
 namespace {
 
 using ByteArray = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatArray = nb::ndarray<nb::numpy, float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ReadableBytes =
     nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Blocks =
-    nb::ndarray<nb::numpy, const std::uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
 // ---- transports written in Python ---------------------------------------------------------------
 
@@ -46,55 +47,6 @@ nb::object view(std::span<const std::byte> bytes) {
   auto* data = const_cast<std::byte*>(bytes.data());
   return nb::cast(ByteArray(data, {bytes.size()}), nb::rv_policy::reference);
 }
-
-// Memory that frames come into by themselves: by rank, places that are filled in turn. Looking at
-// it takes no lock of Python's. A place begins with its size, and behind so many bytes it ends with
-// the mark of a rank's n-th frame, which no frame before had.
-class Places {
- public:
-  explicit Places(Blocks blocks) : blocks_(std::move(blocks)), taken_(blocks_.shape(0)) {
-    if (blocks_.shape(1) == 0 || blocks_.shape(2) < sizeof(std::uint32_t) + sizeof(std::uint64_t)) {
-      throw std::invalid_argument("watch: there must be room for at least one frame of each rank");
-    }
-  }
-
-  // A rank whose next place is full, and moves on to the one behind it.
-  std::optional<int> take() {
-    for (std::size_t rank = 0; rank < taken_.size(); ++rank) {
-      if (!is_full(rank)) continue;
-      ++taken_[rank];
-      return static_cast<int>(rank);
-    }
-    return std::nullopt;
-  }
-
- private:
-  static constexpr std::uint64_t kMark = 0x9E3779B97F4A7C15;
-
-  bool is_full(std::size_t rank) const {
-    const std::size_t place = taken_[rank] % blocks_.shape(1);
-    const auto* start = blocks_.data() + (rank * blocks_.shape(1) + place) * blocks_.shape(2);
-    const auto size = look<std::uint32_t>(start);
-    if (size == 0) return false;
-    // One that cannot be is for the transport to refuse.
-    if (size > blocks_.shape(2) - sizeof(std::uint64_t)) return true;
-    return look<std::uint64_t>(start + size) == (taken_[rank] + 1) * kMark;
-  }
-
-  // Lowest byte first, while another thread may be writing.
-  template <class T>
-  static T look(const std::uint8_t* bytes) {
-    T value = 0;
-    for (std::size_t i = 0; i < sizeof(T); ++i) {
-      std::atomic_ref byte(*const_cast<std::uint8_t*>(bytes + i));
-      value |= static_cast<T>(static_cast<T>(byte.load(std::memory_order_acquire)) << 8 * i);
-    }
-    return value;
-  }
-
-  Blocks blocks_;
-  std::vector<std::uint64_t> taken_;  // frames, by rank
-};
 
 // It subclasses Communicator and implements send_frame. Its methods are called with the GIL, from
 // whichever thread uses the communicator.
@@ -109,19 +61,65 @@ class PythonCommunicator final : public Communicator {
     }
   }
 
-  void watch(std::optional<Blocks> blocks) {
-    if (blocks && blocks->shape(0) != at(size())) {
-      throw std::invalid_argument("watch: one block for each of " + std::to_string(size()) +
-                                  " ranks, not " + std::to_string(blocks->shape(0)));
-    }
-    std::optional<Places> places;
-    if (blocks) places.emplace(std::move(*blocks));
-    const std::lock_guard lock(mutex_);
-    places_.swap(places);
+  bool has_native_all_reduce() const override {
+    const nb::gil_scoped_acquire gil;
+    return implements("native_all_reduce");
   }
+
+  /// From now on frames go by these sockets, by rank, without a call of Python.
+  void connect(std::vector<int> sockets) {
+    if (sockets.size() != at(size())) {
+      throw std::invalid_argument("connect: one socket for each of " + std::to_string(size()) +
+                                  " ranks, not " + std::to_string(sockets.size()));
+    }
+    auto connected = std::make_shared<Sockets>(std::move(sockets));
+    const std::lock_guard lock(mutex_);
+    sockets_.swap(connected);
+  }
+  void disconnect() {
+    std::shared_ptr<Sockets> gone;
+    const std::lock_guard lock(mutex_);
+    gone.swap(sockets_);
+  }
+  std::shared_ptr<Sockets> sockets() const {
+    const std::lock_guard lock(mutex_);
+    return sockets_;
+  }
+
+  /// The last word to all peers; returns those that may miss it.
+  std::vector<int> say(std::string_view word, double seconds) {
+    const auto connected = sockets();
+    if (!connected) return {};
+    const auto bytes = std::as_bytes(std::span(word));
+    for (int peer = 0; peer < size(); ++peer) connected->send(peer, Sockets::Kind::word, bytes);
+    return connected->drain(std::chrono::milliseconds(static_cast<int>(1e3 * seconds)));
+  }
+
+  void fail_after(std::int64_t frames, std::string words) {
+    frames_left_ = frames;
+    failure_ = std::move(words);
+  }
+
+  /// Until something may have come, or `wake` was called; not for long.
+  void idle() {
+    constexpr std::chrono::milliseconds kMost(20), kBetweenLooks(2);
+    if (const auto connected = sockets()) return connected->wait(kMost);
+    std::this_thread::sleep_for(kBetweenLooks);
+  }
+  void wake() {
+    if (const auto connected = sockets()) connected->wake();
+  }
+
   void part_of_others() { part_ = true; }
 
   void drain() override {
+    if (const auto connected = sockets()) {
+      constexpr std::chrono::seconds kMost(1);  // a peer that takes nothing is found elsewhere
+      for (const Patience patience(spin()); connected->queued() && patience.waited() < kMost;) {
+        pause(patience);
+        receive_frames();
+      }
+    }
     if (!drains_) return;
     const nb::gil_scoped_acquire gil;
     call("drain");
@@ -129,23 +127,26 @@ class PythonCommunicator final : public Communicator {
 
  protected:
   void send_frame(int peer, std::span<const std::byte> frame) override {
+    if (frames_left_ == 0) throw CommError(failure_);
+    if (frames_left_ > 0) --frames_left_;
+    if (const auto connected = sockets()) {
+      return connected->send(peer, Sockets::Kind::frame, frame);
+    }
     const nb::gil_scoped_acquire gil;
     call("send_frame", peer, view(frame));
   }
 
   bool receive_frames() override {
+    if (const auto connected = sockets()) {
+      connected->move(receiver_);
+      return true;
+    }
     if (!asked_) {
       const nb::gil_scoped_acquire gil;
       polls_ = implements("receive_frames");
       drains_ = implements("drain");
       asked_ = true;
     }
-    bool watches = false;
-    while (const auto peer = take(watches)) {
-      const nb::gil_scoped_acquire gil;
-      call("receive_frame", *peer);
-    }
-    if (watches) return true;
     if (polls_) {
       const nb::gil_scoped_acquire gil;
       call("receive_frames");
@@ -153,7 +154,19 @@ class PythonCommunicator final : public Communicator {
     return polls_;
   }
 
+  void pause(const Patience& patience) override {
+    constexpr std::chrono::milliseconds kMost(50);
+    if (const auto connected = sockets()) return connected->wait(kMost);
+    patience.pause();
+  }
+
   std::size_t frame_limit() const override { return frame_limit_; }
+
+  void do_native_all_reduce(std::span<float> values) override {
+    const nb::gil_scoped_acquire gil;
+    call("native_all_reduce",
+         nb::cast(FloatArray(values.data(), {values.size()}), nb::rv_policy::reference));
+  }
 
   // Long waits are rare, so this may cost a little: it lets Ctrl-C through. Time in which this
   // process stood still does not count.
@@ -174,10 +187,15 @@ class PythonCommunicator final : public Communicator {
   }
 
  private:
-  std::optional<int> take(bool& watches) {
-    const std::lock_guard lock(mutex_);
-    watches = places_.has_value();
-    return watches ? places_->take() : std::nullopt;
+  void came(int peer, Sockets::Kind kind, Bytes& frame) {
+    if (kind == Sockets::Kind::frame) return mailbox().accept(peer, frame);
+    const nb::gil_scoped_acquire gil;
+    const auto* word = reinterpret_cast<const char*>(frame.data());
+    call("heard", peer, nb::bytes(word, frame.size()));
+  }
+  void lost(int peer, const std::string& why) {
+    const nb::gil_scoped_acquire gil;
+    call("lost", peer, why);
   }
 
   nb::object self() const { return nb::find(static_cast<const Communicator&>(*this)); }
@@ -192,9 +210,14 @@ class PythonCommunicator final : public Communicator {
   std::size_t frame_limit_;
   bool part_ = false;
   bool asked_ = false, polls_ = false, drains_ = false;  // what the subclass implements
-  Patience::Clock::duration waited_{}, counted_{};      // of the wait
-  std::mutex mutex_;
-  std::optional<Places> places_;
+  Patience::Clock::duration waited_{}, counted_{};       // of the wait
+  std::int64_t frames_left_ = -1;                        // until a failure that was asked for
+  std::string failure_;
+  const Sockets::Receiver receiver_{
+      [this](int peer, Sockets::Kind kind, Bytes& frame) { came(peer, kind, frame); },
+      [this](int peer, const std::string& why) { lost(peer, why); }};
+  mutable std::mutex mutex_;
+  std::shared_ptr<Sockets> sockets_;
 };
 
 PythonCommunicator& written_in_python(Communicator& self) {
@@ -328,13 +351,13 @@ void lose(Communicator& self, int peer, const std::string& why, std::string_view
   self.mailbox().lose(peer_of(self, peer), loss, why);
 }
 
-void describe_run(Communicator& self, std::string title, std::vector<int> names, bool all_hear) {
+void set_names(Communicator& self, std::string title, std::vector<int> names, bool all_hear) {
   if (names.size() != at(self.size())) {
-    throw std::invalid_argument("introduce: " + std::to_string(names.size()) + " names for " +
+    throw std::invalid_argument("set_names: " + std::to_string(names.size()) + " names for " +
                                 std::to_string(self.size()) + " ranks");
   }
   if (!all_hear) written_in_python(self).part_of_others();
-  self.mailbox().describe_run(std::move(title), std::move(names));
+  self.mailbox().set_names(std::move(title), std::move(names));
 }
 
 }  // namespace
@@ -389,14 +412,25 @@ void bind_comm(nb::module_& module) {
           "receive_frames", [](Communicator&) {},
           "Pass on what has come, without waiting: `accept` each frame.")
       .def(
-          "receive_frame", [](Communicator&, int) {}, "peer"_a,
-          "Pass on the next frame of `peer`, which is in memory that is watched.")
+          "heard", [](Communicator&, int, const nb::bytes&) {}, "peer"_a, "word"_a,
+          nb::sig("def heard(self, peer: int, word: bytes) -> None"),
+          "Called with a peer's last word, if it came by a socket.")
+      .def(
+          "lost", [](Communicator&, int, const nb::str&) {}, "peer"_a, "why"_a,
+          nb::sig("def lost(self, peer: int, why: str) -> None"),
+          "Called when a socket is closed by the other side, or broken.")
       .def(
           "still_waiting", [](Communicator&, double) {}, "seconds"_a,
           "Called ten times a second while a wait lasts; may raise to end it.")
       .def(
           "drain", [](Communicator&) {},
           "Wait until what was sent has left, where bytes move only in calls of the transport.")
+
+      .def(
+          "native_all_reduce", [](Communicator&, const nb::object&) {}, "values"_a,
+          nb::sig(
+              "def native_all_reduce(self, values: numpy.typing.NDArray[numpy.float32]) -> None"),
+          "Replace `values` with their sum over the ranks, in any order; for reduce=native.")
 
       // What a transport calls.
       .def("accept", &accept, "peer"_a, "frame"_a.noconvert(),
@@ -410,19 +444,48 @@ void bind_comm(nb::module_& module) {
       .def(
           "awaited", [](Communicator& self) { return self.mailbox().awaited(); },
           "The peers that this rank waits for right now, unless they are lost.")
-      .def("introduce", &describe_run, "title"_a, "names"_a, "all_hear"_a = true,
+      .def("set_names", &set_names, "title"_a, "names"_a, "all_hear"_a = true,
            "How errors call this rank, and the numbers of all ranks in them. Unless `all_hear`, "
            "ranks\nat different places get WireError: others of the program are not told.")
       .def(
-          "watch",
-          [](Communicator& self, std::optional<Blocks> blocks) {
-            written_in_python(self).watch(std::move(blocks));
+          "connect",
+          [](Communicator& self, std::vector<int> sockets) {
+            written_in_python(self).connect(std::move(sockets));
           },
-          "blocks"_a.none(), nb::sig("def watch(self, blocks: " BYTES " | None) -> None"),
-          "Look for frames in memory, by rank and place, and call receive_frame for each. The n-th "
-          "of a\nrank is there once the first 32 bits of its place are a size, and the 64 behind "
-          "so "
-          "many bytes\nare n * 0x9E3779B97F4A7C15.");
+          "sockets"_a,
+          "Take over connected sockets, by rank (-1: none), and send and receive frames by them, "
+          "in\n"
+          "place of send_frame and receive_frames.")
+      .def(
+          "disconnect", [](Communicator& self) { written_in_python(self).disconnect(); },
+          "Close the sockets.")
+      .def(
+          "say",
+          [](Communicator& self, std::string_view word, double seconds) {
+            const nb::gil_scoped_release release;
+            return written_in_python(self).say(word, seconds);
+          },
+          "word"_a, "seconds"_a,
+          "Send a last word by the sockets, and wait until it has arrived. Returns the peers that "
+          "may "
+          "miss it.")
+      .def(
+          "idle",
+          [](Communicator& self) {
+            const nb::gil_scoped_release release;
+            written_in_python(self).idle();
+          },
+          "Wait a little, until something may have come or `wake` was called.")
+      .def(
+          "fail_after",
+          [](Communicator& self, std::int64_t frames, std::string words) {
+            written_in_python(self).fail_after(frames, std::move(words));
+          },
+          "frames"_a, "words"_a,
+          "After so many more frames, sending is a CommError that says `words`; for tests.")
+      .def(
+          "wake", [](Communicator& self) { written_in_python(self).wake(); },
+          "End the `idle` of another thread, or the next one.");
   module.attr("T") = nb::type_var("T");
   module.def("run_ranks", &run_ranks, "ranks"_a, "body"_a,
              nb::sig("def run_ranks(ranks: int, body: collections.abc.Callable[[Communicator], T]) "

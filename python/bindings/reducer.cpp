@@ -103,7 +103,7 @@ struct Owner {
     }
   }
 
-  void add_many(const nb::sequence& gradients) {
+  void add_many(const nb::sequence& gradients, bool lent) {
     struct Added {
       std::size_t parameter;
       std::span<float> floats;
@@ -124,7 +124,13 @@ struct Owner {
         hold({&parameter, 1}, nb::borrow(parts[1]));
       }
       const nb::gil_scoped_release release;
-      for (const Added& one : all) reducer.add({&one.parameter, 1}, one.floats, one.most);
+      for (const Added& one : all) {
+        if (lent) {
+          reducer.lend({&one.parameter, 1}, one.floats, one.most);
+        } else {
+          reducer.add({&one.parameter, 1}, one.floats, one.most);
+        }
+      }
     } catch (...) {
       abandon();
       throw;
@@ -137,6 +143,18 @@ struct Owner {
       const std::span<float> floats = writable_floats("relocate", gradient);
       reducer.relocate(parameters, floats);
       hold(parameters, gradient);  // and no longer what was there before
+    } catch (...) {
+      abandon();
+      throw;
+    }
+  }
+
+  void deliver_to(const nb::object& numbers, nb::object means) {
+    try {
+      const std::vector<std::size_t> parameters = parameter_numbers("deliver_to", numbers);
+      const std::span<float> floats = writable_floats("deliver_to", means);
+      reducer.deliver_to(parameters, floats);
+      places_held.push_back(std::move(means));
     } catch (...) {
       abandon();
       throw;
@@ -187,6 +205,7 @@ struct Owner {
 
   StepStats finish() {
     const std::vector<nb::object> until_finished = std::exchange(held, {});
+    const std::vector<nb::object> places = std::exchange(places_held, {});
     const nb::object comm = std::exchange(comm_held, {});
     const nb::gil_scoped_release release;
     return reducer.finish();
@@ -195,6 +214,7 @@ struct Owner {
   void abandon() {
     reducer.abandon();
     held.clear();
+    places_held.clear();
     comm_held.reset();
   }
 
@@ -206,7 +226,8 @@ struct Owner {
   }
 
   Reducer reducer;
-  std::vector<nb::object> held;  // by parameter
+  std::vector<nb::object> held;         // by parameter
+  std::vector<nb::object> places_held;  // where means go
   nb::object comm_held;
   nb::object device;
 };
@@ -259,10 +280,20 @@ void bind_reducer(nb::module_& module) {
            "stays untouched until `finish` writes the mean into it. Any grouping and order will "
            "do.\n"
            "A mean above `most` counts as not finite.")
-      .def("add_many", &Owner::add_many, "gradients"_a,
+      .def("add_many", &Owner::add_many, "gradients"_a, "lent"_a = false,
            nb::sig("def add_many(self, gradients: collections.abc.Sequence[tuple[int, "
-                   "numpy.typing.NDArray[numpy.float32], float]]) -> None"),
-           "The same for several parameters at once: number, gradient and `most` of each.")
+                   "numpy.typing.NDArray[numpy.float32], float]], lent: bool = False) -> None"),
+           "The same for several parameters at once: number, gradient and `most` of each. `lent`: "
+           "nobody\nelse needs these arrays, so the reducer may write to them before the step is "
+           "sure; if it fails,\nzeros are left there, or nothing of use.")
+      .def_prop_ro(
+          "borrows", [](const Owner& self) { return self.reducer.borrows(); },
+          "Whether arrays that are lent save time.")
+      .def("deliver_to", &Owner::deliver_to, "parameters"_a.none(), "means"_a.none(),
+           nb::sig("def deliver_to(self, parameters: collections.abc.Sequence[int], means: "
+                   "numpy.typing.NDArray[numpy.float32]) -> None"),
+           "Between add_many(lent=True) and `finish`: the means of these parameters are to go to "
+           "this\narray, where zeros are now.")
       .def(
           "relocate", &Owner::relocate, "parameters"_a.none(), "gradient"_a.none(),
           nb::sig("def relocate(self, parameters: collections.abc.Sequence[int], gradient: "

@@ -37,15 +37,8 @@ def break_down(
     run.train(range(healthy))
     debt = owed(sync)
     if rank.rank == 1:
-        send_frame, frames = sync._comm.send_frame, []
-
-        def fail_in_the_middle(*arguments: Any) -> None:
-            frames.append(1)
-            if len(frames) > (rank.ranks - 1) * (settings is BUCKET and healthy > 0):
-                raise CommError("the cable is cut")
-            send_frame(*arguments)
-
-        sync._comm.send_frame = fail_in_the_middle  # type: ignore[method-assign]
+        some = (rank.ranks - 1) * (settings is BUCKET and healthy > 0)
+        sync._comm.fail_after(some, "the cable is cut")
     with pytest.raises(CommError) as failure:
         run.backward(healthy)
     assert "Timed out" not in str(failure.value)
@@ -144,7 +137,7 @@ def inherit_the_timeout(rank: Rank) -> None:
     ddp = DistributedDataParallel(Dictated(), process_group=patient)
     for timeout, expected in ((None, timedelta(minutes=47)), (timedelta(minutes=3),) * 2):
         sync = attach(ddp, timeout=timeout)
-        assert sync._comm._gloo.options._timeout == expected
+        assert sync._comm._timeout == expected
         sync.detach()
 
 
@@ -192,21 +185,6 @@ class DeepSpeedEngine(nn.Module):
 def sharded(rank: Rank) -> nn.Module:
     mesh = init_device_mesh("cpu", (rank.ranks,))
     return fully_shard(nn.Linear(2, 2), mesh=mesh)
-
-
-def without_gloo(rank: Rank) -> None:
-    ddp = DistributedDataParallel(Dictated())
-    available, dist.is_gloo_available = dist.is_gloo_available, lambda: False
-    try:
-        with pytest.raises(ValueError, match=r"built without Gloo, .*: install a build that"):
-            attach(ddp)
-    finally:
-        dist.is_gloo_available = available
-    attach(ddp)
-
-
-def test_a_torch_without_gloo() -> None:
-    group(2).run(without_gloo)
 
 
 def wrong_models(rank: Rank) -> None:

@@ -422,8 +422,8 @@ def test_a_step_that_one_rank_drops() -> None:
 def test_errors_use_the_names_that_ranks_were_given() -> None:
     comm = QueueRank(0, Mail(2))
     with pytest.raises(ValueError, match="1 names for 2 ranks"):
-        comm.introduce("rank 5 of 8", [5])
-    comm.introduce("rank 5 of 8", [5, 7], all_hear=False)
+        comm.set_names("rank 5 of 8", [5])
+    comm.set_names("rank 5 of 8", [5, 7], all_hear=False)
     comm.lose(1, "has gone fishing")
     with pytest.raises(CommError, match="rank 5 of 8, before its first call: rank 7 has gone fish"):
         comm.barrier()

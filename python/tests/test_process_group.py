@@ -1,22 +1,27 @@
-"""The transport under attach(): frames over a Gloo group of its own, in real processes."""
+"""The transport under attach(): frames over connections of its own, in real processes."""
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 from processes import Processes, Rank, group
+from stepping import run_step
 
-from topreduce import CommError, WireError
-from topreduce.torch import process_group
+from topreduce import CommError, Reducer, WireError
+from topreduce.torch import connections, process_group
 from topreduce.torch.process_group import GroupCommunicator
 
 
@@ -26,6 +31,26 @@ def connect(seconds: float = 20) -> GroupCommunicator:
     return GroupCommunicator(world, timedelta(seconds=seconds))
 
 
+@contextlib.contextmanager
+def raw_socket(peer: int) -> Iterator[tuple[GroupCommunicator, socket.socket]]:
+    """A communicator, and below it its connection to `peer`."""
+    found: list[int] = []
+
+    def keep(*arguments: Any) -> list[int]:
+        found.extend(kept(*arguments))
+        return found
+
+    kept = connections.connect
+    with mock.patch.object(connections, "connect", keep):
+        comm = connect()
+    with socket.socket(fileno=os.dup(found[peer])) as raw:
+        yield comm, raw
+
+
+def frame_of(content: bytes) -> bytes:
+    return len(content).to_bytes(4, "little") + content
+
+
 def message(sender: int, receiver: int, length: int) -> np.ndarray:
     return np.random.default_rng([sender, receiver]).integers(0, 256, length, dtype=np.uint8)
 
@@ -33,7 +58,7 @@ def message(sender: int, receiver: int, length: int) -> np.ndarray:
 NOTHING = np.empty(0, np.uint8)
 
 # Bytes from each rank to each, up to three ranks: none, short, around the limit of a frame, long.
-LIMIT = (1 << 18) - 64
+LIMIT = (1 << 20) - 64
 LENGTHS = {
     "nothing": np.zeros((3, 3), int),
     "short": np.array([[3, 1, 0], [7, LIMIT, 5], [0, 0, 90_000]]),
@@ -76,13 +101,39 @@ def test_uneven_and_empty_parts(ranks: int) -> None:
     group(ranks).run(send_everything)
 
 
+def reduce_natively(rank: Rank) -> None:
+    """By Gloo's own all-reduce: the same as in rank order, but for rounding."""
+    comm = connect()
+    gradient = np.random.default_rng(rank.rank).normal(size=5000).astype(np.float32)
+    for method, density in (
+        ("dense", {}),
+        ("arc_topk", {"density": 0.3}),
+        ("randk", {"density": 0.3}),
+    ):
+        means = []
+        for reduce in ("ordered", "native"):
+            reducer = Reducer(
+                {"a": 3000, "b": 2000}, method, reduce=reduce, compare="on", **density
+            )
+            for _ in range(3):
+                mean, stats = run_step(reducer, comm, gradient, [[1], [0]])
+                assert stats.bytes_sent > 0
+            means.append(mean)
+        np.testing.assert_allclose(means[1], means[0], rtol=1e-5, atol=1e-5)
+        assert np.count_nonzero(means[1]) > 1000
+
+
+def test_the_all_reduce_of_gloo() -> None:
+    group(3).run(reduce_natively)
+
+
 def send_in_small_frames(rank: Rank) -> None:
     """As with hundreds of ranks; heads of messages are cut by frames too."""
-    before, process_group._ALL_PLACES = process_group._ALL_PLACES, 1
+    before, process_group._FRAMES = process_group._FRAMES, 1
     try:
         comm = connect()
     finally:
-        process_group._ALL_PLACES = before
+        process_group._FRAMES = before
     for length in (1_000_000, 16_384 - 64, *range(16_384 - 60, 16_384)):
         received, _ = comm.all_gather(message(rank.rank, 0, length))
         expected = [message(sender, 0, length) for sender in range(rank.ranks)]
@@ -94,7 +145,7 @@ def test_frames_of_any_length() -> None:
 
 
 def run_ahead(rank: Rank) -> None:
-    """What a peer sends early waits, however much it is; the places of frames are few."""
+    """What a peer sends early waits, however much it is."""
     comm = connect()
     for turn in range(3):
         dist.barrier()
@@ -124,8 +175,7 @@ def send_much_then_little(rank: Rank) -> None:
     for _ in range(2):
         comm.all_gather(np.zeros(5_000, np.uint8))
         comm.trim()
-    assert full - held() > 60_000_000, (before, full, held())  # the allocator keeps the frames
-    assert sum(len(line.sends) for line in comm._lines.values()) < 10
+    assert full - held() > 60_000_000, (before, full, held())
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
@@ -166,6 +216,7 @@ def fall_out_of_step(rank: Rank) -> None:
         with pytest.raises((WireError, CommError), match=r"rank 1 has gone on to step 10") as error:
             go_on()
         comm.close(f"{type(error.value).__name__}: {error.value}")
+    dist.barrier()
 
 
 def test_ranks_at_different_places_are_told() -> None:
@@ -177,11 +228,12 @@ HEAD = b"TP" + bytes([VERSION]) + b"\1" + b"\0" * 8 + b"\1\0\0\0"  # of a frame:
 
 
 def send_rubbish(rank: Rank, rubbish: bytes, words: str) -> None:
-    comm = connect()
     if rank.rank == 1:
-        comm._send(0, process_group._FRAME, np.frombuffer(rubbish, np.uint8))
-        dist.barrier()
+        with raw_socket(0) as (_comm, raw):
+            raw.sendall(rubbish)
+            dist.barrier()
     else:
+        comm = connect()
         with pytest.raises(WireError, match=f"rank 0 of 2, attach.*: rank 1 sent {words}") as error:
             comm.all_gather(np.zeros(5, np.uint8))
         assert str(error.value).isprintable()
@@ -191,10 +243,10 @@ def send_rubbish(rank: Rank, rubbish: bytes, words: str) -> None:
 @pytest.mark.parametrize(
     ("rubbish", "words"),
     [
-        (b"", "a frame that is none of topreduce's"),
-        (b"\xff" * 20, "a frame that is none of topreduce's"),
-        (b"TP\x63\1" + b"\0" * 8 + b"\1\0\0\0", "a frame of version 99, this is version"),
-        (HEAD + b"\xff" * 30, "a message without a head"),
+        (frame_of(b""), "a frame that is none of topreduce's"),
+        (frame_of(b"\xff" * 20), "a frame that is none of topreduce's"),
+        (frame_of(b"TP\x63\1" + b"\0" * 8 + b"\1\0\0\0"), "a frame of version 99, this is "),
+        (frame_of(HEAD + b"\xff" * 30), "a message without a head"),
     ],
 )
 def test_a_frame_that_cannot_be_trusted(rubbish: bytes, words: str) -> None:
@@ -203,18 +255,105 @@ def test_a_frame_that_cannot_be_trusted(rubbish: bytes, words: str) -> None:
 
 def claim_too_much(rank: Rank) -> None:
     """A length is only a claim: it takes no memory."""
-    comm = connect()
     if rank.rank == 1:
-        frame = HEAD + b"\1\1" + b"\xff" * 6 + b"\1" + b"and so on"
-        comm._send(0, process_group._FRAME, np.frombuffer(frame, np.uint8))
-        comm.close("that was all")
+        with raw_socket(0) as (comm, raw):
+            raw.sendall(frame_of(HEAD + b"\1\1" + b"\xff" * 6 + b"\1" + b"and so on"))
+            comm.close("that was all")
     else:
+        comm = connect()
         with pytest.raises(CommError, match="that was all"):
             comm.all_gather(np.zeros(5, np.uint8))
 
 
 def test_a_peer_that_claims_too_much_gets_no_memory() -> None:
     group(2).run(claim_too_much)
+
+
+def claim_a_huge_frame(rank: Rank) -> None:
+    if rank.rank == 1:
+        with raw_socket(0) as (_comm, raw):
+            raw.sendall(b"\xff\xff\xff\x7f")
+            dist.barrier()
+    else:
+        comm = connect()
+        words = "rank 1 is gone: it sent bytes that are none of topreduce's"
+        with pytest.raises(CommError, match=words):
+            comm.all_gather(np.zeros(5, np.uint8))
+        dist.barrier()
+
+
+def test_a_frame_that_is_too_large() -> None:
+    group(2).run(claim_a_huge_frame)
+
+
+# ---- how ranks are connected --------------------------------------------------------------------
+
+
+def connect_among_strangers(rank: Rank) -> None:
+    """Callers that do not know the secret are sent away, also those that say nothing."""
+    ports: list[int] = []
+    listen = connections._listen
+
+    def listen_and_be_called(ranks: int) -> socket.socket:
+        listener = listen(ranks)
+        ports.append(listener.getsockname()[1])
+        for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 20):
+            caller = socket.create_connection(("127.0.0.1", ports[0]))
+            caller.sendall(words)
+            callers.append(caller)
+        callers[0].shutdown(socket.SHUT_WR)
+        return listener
+
+    callers: list[socket.socket] = []
+    with mock.patch.object(connections, "_listen", listen_and_be_called):
+        comm = connect()
+    comm.all_gather(np.zeros(5, np.uint8))
+    if rank.rank == 0:
+        for caller in callers:
+            caller.settimeout(5)
+            assert caller.recv(1) == b""
+    for caller in callers:
+        caller.close()
+
+
+def test_strangers_are_sent_away() -> None:
+    group(2).run(connect_among_strangers)
+
+
+def connect_where_nobody_is(rank: Rank) -> None:
+    hosts = ["127.0.0.9", "127.0.0.8"]
+
+    def listen_elsewhere(_: int) -> socket.socket:
+        return socket.create_server(("127.0.0.1", 0))
+
+    with (
+        mock.patch.object(connections, "own_hosts", return_value=hosts),
+        mock.patch.object(connections, "_listen", listen_elsewhere),
+        pytest.raises(CommError) as error,
+    ):
+        connect(3)
+    if rank.rank == 1:
+        assert "no connection to rank 0 (127.0.0.9 port" in str(error.value)
+    else:
+        assert "no connection from rank 1 in time" in str(error.value)
+    assert "set GLOO_SOCKET_IFNAME" in str(error.value)
+
+
+def test_addresses_that_lead_nowhere() -> None:
+    group(2).run(connect_where_nobody_is)
+
+
+def test_own_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
+    assert connections.own_hosts() == ["127.0.0.1"]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
+    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME='nope0': there is no such network"):
+        connections.own_hosts()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert connections.own_hosts()[0] == "127.0.0.1"
+    monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
+    assert "127.0.0.1" in connections.own_hosts()
 
 
 # ---- ranks that leave, die or are silent --------------------------------------------------------
@@ -263,12 +402,16 @@ def test_a_rank_that_leaves_while_another_waits_for_a_third() -> None:
 
 
 def leave_with_much_to_send(rank: Rank) -> None:
-    """The places for frames are full, so the word goes by the store."""
-    comm = connect()
+    """The connection is full, so the word goes by the store."""
     if rank.rank == 0:
-        for _ in range(3 * process_group._PLACES):
-            comm._send(1, process_group._NOTE, message(0, 1, LIMIT))
-        comm.close("I cannot wait")
+        with raw_socket(1) as (comm, raw):
+            frames = frame_of(HEAD) * 10_000
+            with contextlib.suppress(BlockingIOError):
+                while raw.send(frames) == len(frames):
+                    pass
+            comm.close("I cannot wait")
+    else:
+        comm = connect()
     dist.barrier()
     if rank.rank == 1:
         with pytest.raises(CommError, match=r"rank 0 is gone: .*rank 0 gave up: I cannot wait"):
@@ -352,8 +495,9 @@ def end_a_wait(rank: Rank) -> None:
         with pytest.raises(KeyboardInterrupt):
             again.barrier()
     else:
-        connect()
+        again = connect()
     dist.barrier()
+    again.close()
 
 
 def test_a_wait_can_be_ended() -> None:

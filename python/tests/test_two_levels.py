@@ -340,16 +340,7 @@ def break_down(rank: Rank, broken: int, part: str) -> str:
     run.train(range(3))
     before = debts(sync, run.mean_gradient())
     if rank.rank == broken:
-        comm, frames = getattr(sync._comm, part), []
-        send_frame = comm.send_frame
-
-        def fail_in_the_middle(*arguments: Any) -> None:
-            frames.append(1)
-            if len(frames) > 2:
-                raise CommError("the cable is cut")
-            send_frame(*arguments)
-
-        comm.send_frame = fail_in_the_middle
+        getattr(sync._comm, part).fail_after(2, "the cable is cut")
     with pytest.raises(CommError) as failure:
         run.backward(3)
     assert run.mean_gradient().count_nonzero() == 0

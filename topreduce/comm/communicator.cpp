@@ -156,7 +156,7 @@ void Communicator::wait_for_any(std::uint64_t known) {
   mailbox_->check(rank_);  // what is expected since may be expected of one that is lost
   if (!receive_frames()) return mailbox_->wait(known);
   for (const Patience patience(spin());;) {
-    patience.pause();
+    pause(patience);
     receive_frames();
     if (mailbox_->version() != known) return;
     still_waiting(patience.waited());

@@ -161,6 +161,8 @@ class TOPREDUCE_API Communicator {
   virtual std::size_t frame_limit() const { return std::size_t{1} << 30; }
   /// How long a wait for frames keeps its core busy before it naps between looks.
   virtual std::chrono::microseconds spin() const { return std::chrono::microseconds(100); }
+  /// Between looks for frames: until some may have come, or for a while.
+  virtual void pause(const Patience& patience) { patience.pause(); }
   /// Called again and again while a wait for frames lasts; may throw to end it.
   virtual void still_waiting(Patience::Clock::duration) {}
   /// Throws what ranks get that are at different places: all of them do, and may go on.

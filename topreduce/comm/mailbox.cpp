@@ -221,7 +221,7 @@ bool Mailbox::waits_for(const Peer& peer) const {
   return peer.expected > 0 || (expects_all_ && peer.epoch < epoch_);
 }
 
-void Mailbox::describe_run(std::string title, std::vector<int> names) {
+void Mailbox::set_names(std::string title, std::vector<int> names) {
   const std::lock_guard lock(mutex_);
   title_ = std::move(title);
   names_ = std::move(names);

@@ -72,7 +72,7 @@ class TOPREDUCE_API Mailbox {
   std::vector<int> awaited() const;
 
   /// How errors call this rank, "rank 0 of 4", and the number that each rank has in them.
-  void describe_run(std::string title, std::vector<int> names);
+  void set_names(std::string title, std::vector<int> names);
 
   // ---- the rank itself ----
 

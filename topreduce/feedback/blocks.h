@@ -37,6 +37,7 @@ struct Block {
   std::size_t start, end;     ///< in the exchange's numbering
   std::size_t offset;         ///< of its first entry in the flat memory
   std::span<float> gradient;  ///< end - start entries
+  std::span<float> mean;      ///< where the mean goes
 };
 
 /// Calls body(Block) for all of `compensated` in [begin, end) of the exchange, in order.
@@ -47,7 +48,9 @@ void for_each_block(const CompensatedGradient& compensated, std::size_t begin, s
   compensated.visit(begin, end, [&](const Segment& segment, std::size_t first, std::size_t count) {
     for (std::size_t at = first; at < first + count; at += kBlock) {
       const std::size_t start = segment.start + at, size = std::min(kBlock, first + count - at);
-      body(Block{start, start + size, segment.offset + at, segment.gradient.subspan(at, size)});
+      const std::span<float> gradient = segment.gradient.subspan(at, size);
+      body(Block{start, start + size, segment.offset + at, gradient,
+                 segment.mean.empty() ? gradient : segment.mean.subspan(at, size)});
     }
   });
 }

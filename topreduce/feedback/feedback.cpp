@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "topreduce/feedback/walk.h"
+
 namespace topreduce::feedback {
 
 float Feedback::largest_mean(const CompensatedGradient& compensated, const Segment& segment,
@@ -25,6 +27,16 @@ float Feedback::largest_mean(const CompensatedGradient& compensated, const Segme
     largest = std::max(largest, std::abs(mean * unit));
   }
   return largest;
+}
+
+void Feedback::hand_out(const CompensatedGradient& compensated, const exchange::Result& result,
+                        int ranks, float unit) {
+  const auto divisor = static_cast<float>(ranks);
+  sum_over_blocks(compensated, result, [&](const Block& block, Walk& walk) {
+    if (block.mean.data() == block.gradient.data()) std::ranges::fill(block.mean, 0.0f);
+    walk.sum(block, [&](std::size_t i, float value) { block.mean[i] = value / divisor * unit; });
+    return 0.0;
+  });
 }
 
 }  // namespace topreduce::feedback

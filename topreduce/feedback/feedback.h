@@ -59,6 +59,17 @@ class Feedback {
   virtual double commit(const CompensatedGradient& compensated, const exchange::Result& result,
                         int ranks, float unit) = 0;
 
+  /// `commit` in two parts, for gradients that are lent; the first may be taken back.
+  virtual bool settles_early() const { return false; }
+  /// Takes what was settled off the memory; gradients become what was there before. Returns as
+  /// `commit` does.
+  virtual double settle(const CompensatedGradient&, const exchange::Result&) { return 0; }
+  /// The memory of a segment becomes again what `settle` found; its gradient becomes zeros.
+  virtual void unsettle(const Segment&) noexcept {}
+  /// Writes the mean over `ranks`, times `unit`, to where it goes.
+  static void hand_out(const CompensatedGradient& compensated, const exchange::Result& result,
+                       int ranks, float unit);
+
   /// Moves what it remembers to `device`, null for main memory, where `base` then shows it. False,
   /// and no change, if it cannot live on a device.
   virtual bool move_to(Device* device) { return device == nullptr; }

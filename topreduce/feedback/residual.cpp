@@ -2,6 +2,7 @@
 // Law, on each rank: owed after = owed before + gradient - settled.
 // Seide et al. 2014; Stich et al. 2018; Karimireddy et al. 2019 (arXiv 1901.09847).
 
+#include <algorithm>
 #include <utility>
 
 #include "topreduce/catalog.h"
@@ -30,20 +31,27 @@ class Residual final : public Feedback {
     if (compensated.device() != nullptr) return commit_on_device(compensated, result, ranks, unit);
     const auto divisor = static_cast<float>(ranks);
     return sum_over_blocks(compensated, result, [&](const Block& block, Walk& walk) {
-      double gone = 0;
       const std::span<float> owed(owed_.data() + block.offset, block.gradient.size());
       kernels::absorb(owed, block.gradient, compensated.scale());
-      walk.settled(
-          block, [&](std::size_t i) { return owed[i]; },
-          [&](std::size_t i, float value) {
-            const double x = owed[i];
-            owed[i] -= value;
-            gone += x * x - static_cast<double>(owed[i]) * owed[i];
-          });
+      const double gone = take_off(owed, block, walk);
       walk.sum(block,
                [&](std::size_t i, float value) { block.gradient[i] = value / divisor * unit; });
       return gone;
     });
+  }
+
+  bool settles_early() const override { return device_ == nullptr; }
+  double settle(const CompensatedGradient& compensated, const exchange::Result& result) override {
+    return sum_over_blocks(compensated, result, [&](const Block& block, Walk& walk) {
+      const std::span<float> owed(owed_.data() + block.offset, block.gradient.size());
+      kernels::absorb_and_save(owed, block.gradient, compensated.scale());
+      return take_off(owed, block, walk);
+    });
+  }
+  void unsettle(const Segment& segment) noexcept override {
+    std::ranges::copy(segment.gradient,
+                      owed_.begin() + static_cast<std::ptrdiff_t>(segment.offset));
+    std::ranges::fill(segment.gradient, 0.0f);
   }
 
   bool move_to(Device* device) override {
@@ -69,6 +77,19 @@ class Residual final : public Feedback {
   }
 
  private:
+  // What was settled; returns the energy that went with it.
+  static double take_off(std::span<float> owed, const Block& block, Walk& walk) {
+    double gone = 0;
+    walk.settled(
+        block, [&](std::size_t i) { return owed[i]; },
+        [&](std::size_t i, float value) {
+          const double x = owed[i];
+          owed[i] -= value;
+          gone += x * x - static_cast<double>(owed[i]) * owed[i];
+        });
+    return gone;
+  }
+
   void fetch() const {
     if (device_ == nullptr) return;
     owed_.resize(entries_);

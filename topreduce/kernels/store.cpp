@@ -48,6 +48,20 @@ void absorb(std::span<float> base, std::span<float> gradient, float scale) {
   scalar::absorb(base.subspan(i), gradient.subspan(i), scale);
 }
 
+void absorb_and_save(std::span<float> base, std::span<float> gradient, float scale) {
+  const hn::ScalableTag<float> d;
+  const std::size_t lanes = hn::Lanes(d);
+  const auto factor = hn::Set(d, scale);
+  std::size_t i = 0;
+  for (; i + lanes <= gradient.size(); i += lanes) {
+    const auto before = hn::LoadU(d, base.data() + i);
+    const auto scaled = hn::Mul(factor, hn::LoadU(d, gradient.data() + i));
+    hn::StoreU(hn::Add(before, scaled), d, base.data() + i);
+    hn::StoreU(before, d, gradient.data() + i);
+  }
+  scalar::absorb_and_save(base.subspan(i), gradient.subspan(i), scale);
+}
+
 void add(std::span<float> sum, std::span<const float> part) {
   const hn::ScalableTag<float> d;
   const std::size_t lanes = hn::Lanes(d);
@@ -80,6 +94,14 @@ void absorb(std::span<float> base, std::span<float> gradient, float scale) {
   std::ranges::fill(gradient, 0.0f);
 }
 
+void absorb_and_save(std::span<float> base, std::span<float> gradient, float scale) {
+  for (std::size_t i = 0; i < base.size(); ++i) {
+    const float before = base[i], scaled = scale * gradient[i];
+    base[i] = before + scaled;
+    gradient[i] = before;
+  }
+}
+
 void add(std::span<float> sum, std::span<const float> part) {
   for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += part[i];
 }
@@ -88,6 +110,7 @@ void add(std::span<float> sum, std::span<const float> part) {
 
 HWY_EXPORT(evaluate);
 HWY_EXPORT(absorb);
+HWY_EXPORT(absorb_and_save);
 HWY_EXPORT(add);
 
 void evaluate(const Terms& terms, std::span<float> out) {
@@ -100,6 +123,10 @@ void absorb(std::span<float> base, std::span<float> gradient, float scale) {
   } else {
     HWY_DYNAMIC_DISPATCH(absorb)(base, gradient, scale);
   }
+}
+
+void absorb_and_save(std::span<float> base, std::span<float> gradient, float scale) {
+  HWY_DYNAMIC_DISPATCH(absorb_and_save)(base, gradient, scale);
 }
 
 void add(std::span<float> sum, std::span<const float> part) {

@@ -117,7 +117,7 @@ std::size_t Reducer::Impl::mark_added(std::span<const std::size_t> parameters) {
 }
 
 void Reducer::Impl::add(std::span<const std::size_t> parameters, std::span<float> gradient,
-                        float most) {
+                        float most, bool lent) {
   if (!(most > 0)) {
     throw std::invalid_argument("add: most must be a positive number, not " + std::to_string(most));
   }
@@ -125,7 +125,7 @@ void Reducer::Impl::add(std::span<const std::size_t> parameters, std::span<float
   if (!on_device) expect_entries("add", gradient.size(), size);
   std::size_t start = 0;
   for (const std::size_t id : parameters) {
-    held[id] = {on_device ? gradient : gradient.subspan(start, layout[id].size), most};
+    held[id] = {on_device ? gradient : gradient.subspan(start, layout[id].size), most, lent, {}};
     start += layout[id].size;
   }
   if (pipeline.granularity == Granularity::bucket) go_on();
@@ -136,12 +136,38 @@ void Reducer::Impl::go_on() {
   progress();
 }
 
+void Reducer::Impl::deliver_to(std::span<const std::size_t> parameters, std::span<float> means) {
+  if (comm == nullptr) throw std::invalid_argument("deliver_to: no step is open");
+  std::size_t size = 0;
+  for (const std::size_t id : parameters) {
+    if (id >= layout.count() || added[id] == 0 || !held[id].lent) {
+      throw std::invalid_argument(
+          "deliver_to: parameter " +
+          (id < layout.count() ? "'" + layout[id].name + "'" : std::to_string(id)) +
+          " was not lent in step " + std::to_string(step));
+    }
+    size += layout[id].size;
+  }
+  expect_entries("deliver_to", means.size(), size);
+  for (const std::size_t id : parameters) {
+    held[id].mean = means.first(layout[id].size);
+    means = means.subspan(layout[id].size);
+    if (Segment* segment = started_segment(id)) segment->mean = held[id].mean;
+  }
+}
+
+// Null: its bucket has not started.
+Segment* Reducer::Impl::started_segment(std::size_t parameter) {
+  if (started[plan.bucket_of(parameter)] == 0) return nullptr;
+  return &*std::ranges::lower_bound(holder_of(parameter).segments, parameter, {}, &Segment::number);
+}
+
 void Reducer::Impl::relocate(std::span<const std::size_t> parameters, std::span<float> gradient) {
   if (comm == nullptr) throw std::invalid_argument("relocate: no step is open");
   if (on_device) throw std::invalid_argument("relocate: gradients stay on the device");
   std::size_t size = 0;
   for (const std::size_t id : parameters) {
-    if (id >= layout.count() || added[id] == 0) {
+    if (id >= layout.count() || added[id] == 0 || held[id].lent) {
       throw std::invalid_argument(
           "relocate: parameter " +
           (id < layout.count() ? "'" + layout[id].name + "'" : std::to_string(id)) +
@@ -153,9 +179,7 @@ void Reducer::Impl::relocate(std::span<const std::size_t> parameters, std::span<
   for (const std::size_t id : parameters) {
     held[id].gradient = gradient.first(layout[id].size);
     gradient = gradient.subspan(layout[id].size);
-    if (started[plan.bucket_of(id)] == 0) continue;
-    std::vector<Segment>& segments = holder_of(id).segments;
-    std::ranges::lower_bound(segments, id, {}, &Segment::number)->gradient = held[id].gradient;
+    if (Segment* segment = started_segment(id)) segment->gradient = held[id].gradient;
   }
 }
 
@@ -199,6 +223,8 @@ void Reducer::Impl::start(std::size_t index) {
                                       .count = parameter.size,
                                       .number = id,
                                       .gradient = held[id].gradient,
+                                      .lent = held[id].lent,
+                                      .mean = held[id].mean,
                                       .most = held[id].most});
   }
   exchange(*buckets[2 * index]);
@@ -319,9 +345,12 @@ void Reducer::Impl::progress() {
     bucket->task.rethrow();
   }
   const bool busy = !in_flight.empty();
-  std::erase_if(in_flight, [&](const Bucket* bucket) {
-    if (bucket->task.done()) weight_in_flight -= bucket->weight;
-    return bucket->task.done();
+  std::erase_if(in_flight, [&](Bucket* bucket) {
+    if (!bucket->task.done()) return false;
+    weight_in_flight -= bucket->weight;
+    // While others are awaited this takes no time; after the vote it would.
+    if (may_settle_early(*bucket)) settle(*bucket);
+    return true;
   });
   if (busy && in_flight.empty()) {
     const auto time = std::chrono::steady_clock::now() - in_flight_since;

@@ -134,11 +134,29 @@ float Reducer::Impl::unit_of(const feedback::Feedback& feedback) const {
   return feedback.is_estimate() ? loss_scale * present : loss_scale;
 }
 
+// Not where the sums may still be cut.
+bool Reducer::Impl::may_settle_early(const Bucket& bucket) {
+  return bucket.lent() && !bucket.narrow() && memory(bucket).settles_early();
+}
+
+void Reducer::Impl::settle(Bucket& bucket) {
+  Stopwatch watch(running[Stage::commit]);
+  bucket.settled = true;
+  bucket.gone = memory(bucket).settle(compensated(bucket), bucket.result);
+}
+
+void Reducer::Impl::unsettle(Bucket& bucket) noexcept {
+  if (!bucket.settled) return;
+  bucket.settled = false;
+  for (const Segment& segment : bucket.segments) memory(bucket).unsettle(segment);
+}
+
 // What nobody used is not delivered: whatever was exchanged of it stays owed.
 void Reducer::Impl::leave_out_unused(Bucket& bucket) {
   const bool whole = bucket.result.extent == exchange::Result::Extent::whole;
   std::erase_if(bucket.segments, [&](const Segment& segment) {
     if (vote.used(segment.number)) return false;
+    if (bucket.settled) memory(bucket).unsettle(segment);
     const auto& places = bucket.result.sum.indices;
     const auto first = std::ranges::lower_bound(places, segment.start);
     const auto last =
@@ -162,8 +180,18 @@ void Reducer::Impl::commit() {
     if (!vote.all_used()) leave_out_unused(bucket);
     if (bucket.segments.empty()) continue;
     feedback::Feedback& feedback = memory(bucket);
+    if (bucket.lent() && feedback.settles_early()) {
+      if (!bucket.settled) settle(bucket);
+      gone += bucket.gone;
+      feedback.hand_out(compensated(bucket), bucket.result, divisor_of(feedback),
+                        unit_of(feedback));
+      continue;
+    }
     gone += feedback.commit(compensated(bucket), bucket.result, divisor_of(feedback),
                             unit_of(feedback));
+    for (const Segment& segment : bucket.segments) {
+      if (!segment.mean.empty()) std::ranges::copy(segment.gradient, segment.mean.begin());
+    }
   }
   if (regime == Regime::compress) {
     if (pipeline.selector) pipeline.selector->commit();
@@ -174,6 +202,7 @@ void Reducer::Impl::commit() {
     const bool owes = regime != Regime::bypass && pipeline.feedback->has_base();
     running.owed_norm = owes ? std::sqrt(std::max(0.0, energy - gone)) : 0;
   }
+  for (const auto& bucket : buckets) bucket->settled = false;  // for good
   ++step;
   in_parts = false;
 }
@@ -183,8 +212,10 @@ void Reducer::Impl::spoil() {
   for (const auto& owner : buckets) {
     Bucket& bucket = *owner;
     if (on_device) device->spoil(bucket.segments);
+    unsettle(bucket);
     for (const Segment& segment : bucket.segments) {
-      std::ranges::fill(segment.gradient, std::numeric_limits<float>::quiet_NaN());
+      const std::span<float> mean = segment.mean.empty() ? segment.gradient : segment.mean;
+      std::ranges::fill(mean, std::numeric_limits<float>::quiet_NaN());
     }
   }
 }
@@ -192,7 +223,9 @@ void Reducer::Impl::spoil() {
 void Reducer::Impl::abandon() noexcept {
   in_flight.clear();
   for (const auto& bucket : buckets) {
-    if (bucket) bucket->task = {};
+    if (!bucket) continue;
+    bucket->task = {};
+    unsettle(*bucket);
   }
   // Once an exchange has started, peers may have heard of it, even if not from this rank.
   const bool begun = std::ranges::find(started, char{1}) != started.end();

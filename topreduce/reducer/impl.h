@@ -42,7 +42,9 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   void plan_buckets();
 
   void begin(Communicator& communicator, float scale);
-  void add(std::span<const std::size_t> parameters, std::span<float> gradient, float most);
+  void add(std::span<const std::size_t> parameters, std::span<float> gradient, float most,
+           bool lent = false);
+  void deliver_to(std::span<const std::size_t> parameters, std::span<float> means);
   void relocate(std::span<const std::size_t> parameters, std::span<float> gradient);
   void participate(const Participation& participation);
   void finish();
@@ -51,6 +53,7 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   void expect_closed(const char* caller) const;
   std::size_t mark_added(std::span<const std::size_t> parameters);
   Bucket& holder_of(std::size_t parameter);
+  Segment* started_segment(std::size_t parameter);
   void start_complete_buckets();
   bool may_start(std::size_t index);
   void go_on();
@@ -68,6 +71,9 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   std::uint32_t fingerprint_of_sums() const;
   bool fits_callers();
   void take_back(Bucket& bucket, const Segment& segment);
+  bool may_settle_early(const Bucket& bucket);
+  void settle(Bucket& bucket);
+  void unsettle(Bucket& bucket) noexcept;
   int divisor_of(const feedback::Feedback& feedback) const;
   float unit_of(const feedback::Feedback& feedback) const;
   void leave_out_unused(Bucket& bucket);
@@ -111,6 +117,8 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   struct Held {
     std::span<float> gradient;
     float most = 0;
+    bool lent = false;
+    std::span<float> mean;
   };
   std::vector<char> added;            // per parameter of the layout
   std::vector<Held> held;             // the same

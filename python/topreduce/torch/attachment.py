@@ -18,7 +18,6 @@ from topreduce.torch.ddp import DDPAdapter
 from topreduce.torch.device import GradientDevice, device_of
 from topreduce.torch.eligibility import (
     REMEDY,
-    check_gloo,
     check_model,
     check_parameter,
     check_type,
@@ -108,7 +107,6 @@ def attach(
     """
     try:
         check_type(ddp)
-        check_gloo()
         dispatcher = _dispatchers.get(ddp)
         if dispatcher is not None and dispatcher.adapter is not None:
             raise ValueError("this model is attached already: detach() its handle first")

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -81,6 +81,7 @@ class _Pass:
         self.learns = learns  # how often, and in which order, parameters are called
         self.buckets: list[_Bucket] = []
         self.taken: dict[int, Tensor] = {}  # by the worker, in fp32
+        self.lent: set[int] = set()  # of these: DDP's buckets hold zeros in their place
         self._device = device
 
     def queued(self) -> contextlib.AbstractContextManager[None]:
@@ -93,10 +94,10 @@ class _Pass:
     def complete(self, error: Exception | None) -> None:
         if self._device is not None:
             self._device.release()
+        self.taken.clear()  # DDP makes new gradients for those that we kept
         for bucket in self.buckets:
             bucket.complete(error)
         self.buckets.clear()
-        self.taken.clear()
 
 
 class DDPAdapter:
@@ -122,6 +123,8 @@ class DDPAdapter:
         self._lanes = {} if device is None else {device.device: device.lane}
         self._takes_early = takes_early and device is None
         self._may_be_unused = bool(ddp.find_unused_parameters or ddp.static_graph)
+        # DDP must expect to find no gradient, and have memory of its own for the mean.
+        self._may_keep = not self._may_be_unused and not ddp.gradient_as_bucket_view
         self._ddp = weakref.ref(ddp)
         self._pass: _Pass | None = None
         self._learns = False  # from the next pass
@@ -140,8 +143,16 @@ class DDPAdapter:
             return
         in_buckets = self._takes_early and self._reducer.spec["granularity"] == "bucket"
         self._learns = in_buckets and not self._taker.learnt
-        self._taker.begin(takes=in_buckets and self._taker.learnt)
+        takes = in_buckets and self._taker.learnt
+        self._taker.begin(takes=takes, may_keep=self._new_gradients(ddp) if takes else ())
         self._pass = None  # one that user code cut short
+
+    def _new_gradients(self, ddp: DistributedDataParallel) -> set[int]:
+        """Parameters whose gradients backward() will make, so that nobody else has them."""
+        if not (self._may_keep and self._reducer.borrows):
+            return set()
+        numbers = self._numbers
+        return {numbers.get(id(each), -1) for each in ddp.parameters() if each.grad is None}
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """DDP's hook. Never raises inside backward(): that would break DDP's next step."""
@@ -191,7 +202,8 @@ class DDPAdapter:
 
     def _take(self, batch: Batch) -> None:
         current = self._open()
-        self._steps.hand_over(current.step, lambda: self._add_early(current, batch))
+        kept = self._taker.kept
+        self._steps.hand_over(current.step, lambda: self._add_early(current, batch, kept))
 
     def _object(self, words: str) -> None:
         def refuse() -> None:
@@ -201,14 +213,17 @@ class DDPAdapter:
 
     # ---- the worker's part ---------------------------------------------------------------------
 
-    def _add_early(self, current: _Pass, batch: Batch) -> None:
+    def _add_early(self, current: _Pass, batch: Batch, kept: Collection[int]) -> None:
         """Gradients where autograd put them, of any floating type."""
-        gradients = []
-        for number, gradient in batch:
-            flat = gradient.detach().as_strided((gradient.numel(),), (1,))
-            float32 = current.taken[number] = flat.float()
-            gradients.append((number, float32.numpy(), _most(gradient.dtype)))
-        self._reducer.add_many(gradients)
+        for ours, run in itertools.groupby(batch, lambda each: each[0] in kept):
+            gradients = []
+            for number, gradient in run:
+                flat = gradient.detach().as_strided((gradient.numel(),), (1,))
+                float32 = current.taken[number] = flat.float()
+                gradients.append((number, float32.numpy(), _most(gradient.dtype)))
+                if ours:
+                    current.lent.add(number)
+            self._reducer.add_many(gradients, ours)
 
     def _add(self, current: _Pass, bucket: _Bucket) -> None:
         """What is in the bucket and was not taken; what was goes where it lies now."""
@@ -233,10 +248,20 @@ class DDPAdapter:
             if not early:
                 self._reducer.add(group, bucket.gradient(start, end).numpy(), bucket.most)
             elif bucket.buffer.dtype == torch.float32:
-                self._reducer.relocate(group, bucket.gradient(start, end).numpy())
+                self._tell_places(current, parts, bucket)
             else:
                 for number, size, last in parts:
                     bucket.bring(current.taken[number], last - size, last)
+
+    def _tell_places(
+        self, current: _Pass, places: list[tuple[int, int, int]], bucket: _Bucket
+    ) -> None:
+        """Where in the bucket the means go: `places` are numbers, sizes and ends."""
+        for lent, run in itertools.groupby(places, lambda place: place[0] in current.lent):
+            parts = list(run)
+            group = [number for number, _, _ in parts]
+            means = bucket.gradient(parts[0][2] - parts[0][1], parts[-1][2]).numpy()
+            (self._reducer.deliver_to if lent else self._reducer.relocate)(group, means)
 
     def _add_all(self, current: _Pass, order: list[int]) -> None:
         """In the order in which they came, which the reducer learns."""

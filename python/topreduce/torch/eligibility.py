@@ -1,7 +1,6 @@
 """Which models can be attached: everything that speaks against one, in words that help."""
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 REMEDY = "wrap the model in a new DistributedDataParallel and attach to that"
@@ -36,14 +35,6 @@ def check_type(ddp: object) -> None:
     raise TypeError(
         f"attach needs a DistributedDataParallel model, not {type(ddp).__name__}: {advice}"
     )
-
-
-def check_gloo() -> None:
-    if not dist.is_gloo_available():
-        raise ValueError(
-            "this PyTorch was built without Gloo, over which bytes travel whatever the backend of "
-            "your process group is: install a build that has it"
-        )
 
 
 def check_model(ddp: DistributedDataParallel) -> None:

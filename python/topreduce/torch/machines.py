@@ -105,7 +105,7 @@ class Levels(GroupCommunicator):
             raise
         self.title += f", machine {self.ledger} of {self.ledgers}"
         self.all_hear = False  # steps are made in parts
-        self.introduce(self.title, range(self.size), self.all_hear)
+        self.set_names(self.title, range(self.size), self.all_hear)
 
     def concur(self, word: str) -> None:
         """By way of both levels, where ranks that are in a step wait: so they are noticed."""

@@ -1,30 +1,23 @@
-"""Bytes between the ranks of a DDP model, over a Gloo group of our own.
+"""Bytes between the ranks of an attached model, over connections of our own.
 
-Gloo fills memory that was promised to it, in a thread of its own. So every peer is promised a few
-places before it sends anything, and the core looks at them without waiting: a thread that waits in
-Gloo is released by nobody but the peer, and a time-out there breaks all connections. A place holds
-
-    size, 32 bits | kind, 32 bits | frames that came the other way, 64 bits | the frame | mark
-
-The size is 0 before, and the mark is another one for every frame: Gloo fills memory in order, so
-with the right mark all of it is there.
+The core sends and receives by sockets (comm/sockets.h); here is who the ranks are, how they meet,
+and what becomes of one that is lost.
 """
 
-import struct
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.constants import default_pg_timeout
 
 from topreduce import CommError, Communicator
+from topreduce.torch import connections
 from topreduce.torch.meeting import (
     STORE_PATIENCE,
     attempt,
@@ -35,20 +28,11 @@ from topreduce.torch.meeting import (
 )
 from topreduce.torch.roll_call import RollCall, explain
 
-Bytes = NDArray[np.uint8]
-
-_HEAD, _MARK = struct.Struct("<IIQ"), struct.Struct("<Q")
-_FRAME, _NOTE, _WORD = range(3)  # kinds: bytes of the core; nothing; why a rank has left
-_EVERYTHING, _NOBODY = 0, 1  # tags
-_PLACES = 8  # for frames of one peer
-_ALL_PLACES = 1 << 24  # bytes, about, over all peers
-_LEAST_FRAME, _LARGEST_FRAME = 1 << 14, 1 << 18
-_UNTOLD = 16  # frames that are taken until their sender is told, which else hears it by the way
-_LAST_WORD = timedelta(seconds=2)  # that bytes get to leave before a connection is closed
-_LONGEST_WORD = 2000  # letters; it must fit into a frame
-_SIGN_OF_LIFE = 1.0  # seconds of a wait, at least, between questions whether peers still live
+_FRAMES = 1 << 24  # bytes, about, of one frame from every peer
+_LEAST_FRAME, _LARGEST_FRAME = 1 << 14, 1 << 20
+_LAST_WORD = 2.0  # seconds that bytes get to leave before a connection is closed
+_LONGEST_WORD = 2000  # letters
 _TIMED_OUT = "Timed out"
-_NOTHING = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -67,44 +51,32 @@ class Circle:
         return len(self.ranks)
 
 
-class _Line:
-    """What is under way between this rank and another."""
-
-    def __init__(self) -> None:
-        # Memory and the work on it: in this order, so that Gloo lets go of it first.
-        self.places: deque[tuple[torch.Tensor, Any]] = deque()
-        self.sends: deque[tuple[torch.Tensor, Any]] = deque()
-        self.sent = 0  # frames; the last ones are in `sends`
-        self.taken = 0  # frames of the peer
-        self.told = 0  # how many of them the peer knows to be taken
-        self.gone = False
-
-
 class GroupCommunicator(Communicator):
     """The ranks of `group`, on connections that nobody else uses. Making one is collective."""
 
     def __init__(self, group: dist.ProcessGroup | Circle, timeout: timedelta) -> None:
-        room = min(max(_ALL_PLACES // _PLACES // group.size(), _LEAST_FRAME), _LARGEST_FRAME)
-        super().__init__(group.rank(), group.size(), room - _HEAD.size - _MARK.size)
+        limit = min(max(_FRAMES // group.size(), _LEAST_FRAME), _LARGEST_FRAME)
+        super().__init__(group.rank(), group.size(), limit)
         self._names = list(group.ranks if isinstance(group, Circle) else range(self.size))
         self.title = (
             group.title if isinstance(group, Circle) else f"rank {self.rank} of {self.size}"
         )
         # Whether an error that all ranks of a call notice reaches all ranks of the model.
         self.all_hear = not isinstance(group, Circle)
-        self.introduce(self.title, self._names, self.all_hear)
+        self.set_names(self.title, self._names, self.all_hear)
         # What is owed is kept by every rank: this one keeps book `ledger` of `ledgers`.
         self.ledger, self.ledgers = self.rank, self.size
         self._timeout = timeout
-        self._asked = 0.0  # for signs of life, seconds after the wait began
         self._cause = ""  # why peers gave up, in the words of the first
+        self._gloo: Any = None  # for reduce=native
+        self._gone: set[int] = set()  # peers of whom nothing more is heard
         self._store = meet(group, self._names, timeout)
         self._waiting = RollCall(self._store, self.rank, self._names, timeout, "waited")
-        self._lines: dict[int, _Line] = {}
-        self._nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        self._gloo: Any = None
         if self.size > 1:
-            self._connect(room)
+            self.connect(
+                connections.connect(self._store, self.rank, self.size, self._names, timeout)
+            )
+        self._open = self.size > 1
         self.enter("attach")
 
     def concur(self, word: str) -> None:
@@ -121,132 +93,64 @@ class GroupCommunicator(Communicator):
 
     def close(self, word: str = "") -> None:
         """Leaves, for good. Peers that wait for us fail at once, and find `word` as the reason."""
-        if self._gloo is not None and word:
+        if self._open and word:
             self._tell(self._cause or f"rank {self._names[self.rank]} gave up: {word}")
+        self._open = False
+        self._gloo = None
         self.interrupt("is out of reach: the group is closed")
-        self._lines.clear()
-        self._gloo = None  # the last reference: this closes the connections
-        self.watch(None)
+        self.disconnect()
 
     def interrupt(self, why: str) -> None:
         """Ends a wait of another thread, and all that follow."""
         for peer in self._others():
             self.lose(peer, why)
+        self.wake()
 
     # ---- what the core calls ----
 
-    def send_frame(self, peer: int, frame: Bytes) -> None:
-        self._send(peer, _FRAME, frame)
+    def send_frame(self, peer: int, frame: NDArray[np.uint8]) -> None:
+        """After `close` there is no connection; whoever waits for an answer learns of it."""
 
-    def receive_frame(self, peer: int) -> None:
-        line = self._lines.get(peer)
-        if line is None or line.gone:
-            return
-        place, work = line.places.popleft()
-        _, failure = attempt(work.wait)  # it is here, and now Gloo says so as well
-        if failure:
-            return self._lose(peer, failure)
-        memory = place.numpy()
-        size, kind, taken = _HEAD.unpack_from(memory.data)
-        if not _HEAD.size <= size <= memory.size - _MARK.size or taken > line.sent:
-            line.gone = True
-            return self.lose(peer, "a frame that is none of topreduce's", "damaged")
-        while line.sent - len(line.sends) < taken:  # the peer has these
-            attempt(line.sends.popleft()[1].wait)
-        line.taken += 1
-        content = memory[_HEAD.size : size]
-        if kind == _WORD:
-            return self._hear(peer, legible(content.tobytes()))
-        if kind == _FRAME:
-            self.accept(peer, content)
-        memory[:4] = 0
-        self._promise(peer, place)
-        if line.taken - line.told >= _UNTOLD:
-            self._send(peer, _NOTE)
-
-    def still_waiting(self, seconds: float) -> None:
-        if seconds > self._timeout.total_seconds():
-            return self._give_up_waiting()
-        if seconds < self._asked:  # another wait
-            self._asked = 0.0
-        if seconds - self._asked > min(max(_SIGN_OF_LIFE, seconds / 10), 10 * _SIGN_OF_LIFE):
-            self._asked = seconds
-            for peer in self.awaited():
-                self._probe(peer)
-
-    # ---- connections ----
-
-    def _connect(self, room: int) -> None:
-        self._gloo, failure = attempt(
-            lambda: dist.ProcessGroupGloo(self._store, self.rank, self.size, timeout=self._timeout)
-        )
-        if failure:
-            raise CommError(f"{self.title}: no connection: {failure}")
-        # What nobody writes to takes no memory, such as our own part.
-        blocks = torch.zeros((self.size, _PLACES, room), dtype=torch.uint8, device="cpu")
-        self.watch(blocks.numpy())
-        for peer in self._others():
-            self._lines[peer] = _Line()
-            for place in blocks[peer]:
-                self._promise(peer, place)
-
-    def _promise(self, peer: int, place: torch.Tensor) -> None:
-        work, failure = attempt(lambda: self._gloo.recv([place], peer, _EVERYTHING))
-        if failure:
-            return self._lose(peer, failure)
-        self._lines[peer].places.append((place, work))
-
-    def _send(self, peer: int, kind: int, frame: Bytes = _NOTHING) -> None:
-        """If it cannot be sent: that is an error once something is expected of this peer."""
-        line = self._lines.get(peer)
-        if line is None or line.gone:
-            return
-        size = _HEAD.size + frame.size
-        tensor = torch.empty(size + _MARK.size, dtype=torch.uint8, device="cpu")
-        memory = tensor.numpy()
-        _HEAD.pack_into(memory.data, 0, size, kind, line.taken)
-        memory[_HEAD.size : size] = frame
-        _MARK.pack_into(memory.data, size, _mark(line.sent + 1))
-        work, failure = attempt(lambda: self._gloo.send([tensor], peer, _EVERYTHING))
-        if failure:
-            return self._lose(peer, failure)
-        line.sends.append((tensor, work))
-        line.sent += 1
-        line.told = line.taken
-
-    def _probe(self, peer: int) -> None:
-        """Gloo knows whether the connection is still there; nobody ever takes this."""
-        if not self._lines[peer].gone:
-            _, failure = attempt(lambda: self._gloo.send([self._nothing], peer, _NOBODY))
-            if failure:
-                self._lose(peer, failure)
-
-    def _others(self) -> list[int]:
-        return [peer for peer in range(self.size) if peer != self.rank]
-
-    # ---- peers that are lost ----
-
-    def _hear(self, peer: int, cause: str) -> None:
+    def heard(self, peer: int, word: bytes) -> None:
         """The last word of a peer."""
-        self._lines[peer].gone = True
+        self._gone.add(peer)
+        cause = legible(word)
         self._cause = self._cause or cause
         why = cause.removeprefix(f"rank {self._names[peer]} gave up: ")
         roll_call = self._roll_call() if _TIMED_OUT in cause else ""
         self.lose(peer, f"gave up: {why}{roll_call}")
 
-    def _lose(self, peer: int, failure: str) -> None:
-        """A connection is gone. What the peer said before may be here, or in the store."""
-        line = self._lines[peer]
-        while not line.gone and line.places and _is_whole(line.places[0][0], line.taken + 1):
-            self.receive_frame(peer)
-        if line.gone:
+    def lost(self, peer: int, why: str) -> None:
+        """A connection is gone. What the peer had to say may be in the store."""
+        if peer in self._gone:
             return
-        line.gone = True
+        self._gone.add(peer)
         store, key = self._store, f"word/{peer}"
         word = with_patience(lambda: legible(store.get(key)) if store.check([key]) else "")
         self._cause = self._cause or word or ""
         silence = "it left no word, and may have died, or the network is down"
-        self.lose(peer, f"is gone: {failure} ({word or silence})")
+        self.lose(peer, f"is gone: {why} ({word or silence})")
+
+    def native_all_reduce(self, values: NDArray[np.float32]) -> None:
+        """By Gloo, in a group of our own that the first call makes."""
+        if self._gloo is None:
+            store = PrefixStore("native", self._store)
+            self._gloo, failure = attempt(
+                lambda: dist.ProcessGroupGloo(store, self.rank, self.size, timeout=self._timeout)
+            )
+            if failure:
+                raise CommError(f"{self.title}: reduce=native: no connection by Gloo: {failure}")
+        tensor = torch.from_numpy(values)
+        _, failure = attempt(lambda: self._gloo.allreduce([tensor]).wait())
+        if failure:
+            raise CommError(f"{self.title}: reduce=native: Gloo's all-reduce failed: {failure}")
+
+    def still_waiting(self, seconds: float) -> None:
+        if seconds > self._timeout.total_seconds():
+            self._give_up_waiting()
+
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.rank]
 
     def _give_up_waiting(self) -> None:
         """Nothing came in time: peers that wait fail at once, and say that they were here."""
@@ -268,29 +172,8 @@ class GroupCommunicator(Communicator):
     def _tell(self, cause: str) -> None:
         """The last word to all peers; by the store where a connection is full."""
         word = sendable(cause)[:_LONGEST_WORD]
-        lines = {peer: line for peer, line in self._lines.items() if not line.gone}
-        for peer in lines:
-            self._send(peer, _WORD, np.frombuffer(word.encode(), np.uint8))
-        told = [line for line in lines.values() if not line.gone]
-        told.sort(key=lambda line: len(line.sends))  # those that will take it at once
-        failures = [attempt(partial(line.sends[-1][1].wait, _LAST_WORD))[1] for line in told]
-        if any(_TIMED_OUT in failure for failure in failures):
+        if self.say(word, _LAST_WORD):
             with_patience(lambda: self._store.set(f"word/{self.rank}", word))
-        for line in told:
-            line.gone = True
-
-
-def _is_whole(place: torch.Tensor, number: int) -> bool:
-    """Whether a peer's frame of this number has come."""
-    memory = place.numpy()
-    size, _, _ = _HEAD.unpack_from(memory.data)
-    fits = 0 < size <= memory.size - _MARK.size
-    return fits and bool(_MARK.unpack_from(memory.data, size)[0] == _mark(number))
-
-
-def _mark(number: int) -> int:
-    """As the core knows it, see Communicator.watch."""
-    return number * 0x9E3779B97F4A7C15 % (1 << 64)
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:

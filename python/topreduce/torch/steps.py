@@ -21,7 +21,6 @@ from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.surroundings import Participation, Surroundings
 
 _HISTORY = 1000
-_LOOK = 2e-3  # seconds between looks at what has come, while exchanges are under way
 _LAST_WORDS = 5.0  # seconds that the worker gets at exit; it may be waiting for a dead peer
 
 
@@ -67,7 +66,7 @@ class Steps:
         self._step.over.set()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
-            target=_run, args=(self._tasks, weakref.ref(self)), name="topreduce", daemon=True
+            target=_run, args=(self._tasks, weakref.ref(self), comm), name="topreduce", daemon=True
         )
         self._thread.start()
         self._stop = weakref.finalize(self, _end, self._tasks, self._thread, comm)
@@ -89,10 +88,12 @@ class Steps:
         """The worker does it, unless the step has failed; if it raises, the step has."""
         step.last_handed_over = time.perf_counter()
         self._tasks.put(lambda: self._advance(step, task))
+        self._comm.wake()
 
     def close(self, step: Step, receiver: Receiver) -> None:
         """All gradients were handed over."""
         self._tasks.put(lambda: self._close(step, receiver))
+        self._comm.wake()
 
     def fail(self, error: Exception) -> Exception:
         """No further step is possible: releases peers that wait for us; returns what to raise."""
@@ -117,6 +118,7 @@ class Steps:
                 step.over.set()
 
             self._tasks.put(drop)
+            self._comm.wake()
             step.over.wait()
 
     def stop(self) -> None:
@@ -204,6 +206,7 @@ def _end(
 ) -> None:
     """Also at exit: a thread that Python kills inside of C++ takes the whole process with it."""
     tasks.put(None)
+    comm.wake()
     if thread is not threading.current_thread():
         thread.join(_LAST_WORDS)
         if thread.is_alive():
@@ -212,22 +215,20 @@ def _end(
 
 
 def _run(
-    tasks: "queue.SimpleQueue[Callable[[], None] | None]", owner: "weakref.ref[Steps]"
+    tasks: "queue.SimpleQueue[Callable[[], None] | None]",
+    owner: "weakref.ref[Steps]",
+    comm: GroupCommunicator,
 ) -> None:
     busy = False
     while True:
-        try:
-            task = tasks.get(timeout=_LOOK if busy else None)
-        except queue.Empty:
-            task = _nothing
-        if task is None:
-            return
-        task()
-        del task  # an idle worker keeps nothing alive
+        if busy and tasks.empty():
+            comm.idle()
+        else:
+            task = tasks.get()
+            if task is None:
+                return
+            task()
+            del task  # an idle worker keeps nothing alive
         steps = owner()
         busy = steps is not None and steps.progress()
         del steps
-
-
-def _nothing() -> None:
-    """What the worker does between two gradients, but for looking at what has come."""

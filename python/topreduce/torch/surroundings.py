@@ -48,7 +48,9 @@ class Surroundings:
         """Of the step that begins. Outside of backward() this rank has joined."""
         ddp = self._ddp()
         by_all = getattr(ddp, "_divide_by_initial_world_size", True)  # an argument of join()
-        return Participation("present" if in_backward else "joined", "ranks" if by_all else "present")
+        return Participation(
+            "present" if in_backward else "joined", "ranks" if by_all else "present"
+        )
 
     def debts_are_known(self) -> None:
         """They were loaded. The model may be loaded before or after, up to the next step."""

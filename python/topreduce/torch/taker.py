@@ -12,7 +12,7 @@ pass, and the gradient is taken at the last call. Where that is not sure to be a
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ class Taker:
         self.order: dict[int, None] = {}  # parameters, as they came in this pass
         self._called = [0] * len(parameters)  # in this pass
         self._takes = False  # in this pass
+        self._may_keep: Collection[int] = ()  # in this pass
+        self.kept: set[int] = set()  # in this pass: nobody else has these gradients
         self._seen: dict[int, tuple[Tensor, int]] = {}  # gradients and their versions
         self._taken: set[int] = set()
         self._batch: Batch = []
@@ -67,15 +69,18 @@ class Taker:
                 bucket_of[number] = place
         self._plan = bucket_of, [len(bucket) for bucket in buckets]
 
-    def begin(self, *, takes: bool) -> None:
-        """A pass whose gradients are averaged may come. `takes`: else they are only counted."""
-        self.open, self._takes = True, takes
+    def begin(self, *, takes: bool, may_keep: Collection[int] = ()) -> None:
+        """A pass whose gradients are averaged may come. `takes`: else they are only counted.
+        `may_keep`: parameters whose gradient may be taken away from them.
+        """
+        self.open, self._takes, self._may_keep = True, takes, may_keep
         self._called = [0] * len(self._calls)
         self._bucket_of, sizes = self._plan
         self._missing = list(sizes)
         self.order = {}
         self._seen.clear()
         self._taken.clear()
+        self.kept = set()
         self._batch = []
 
     def end(self) -> None:
@@ -136,6 +141,9 @@ class Taker:
         if calls == wanted and self._takes:
             self._taken.add(number)
             self._batch.append((number, gradient))
+            if number in self._may_keep and not gradient._is_view():
+                parameter.grad = None
+                self.kept.add(number)
             bucket = self._bucket_of[number]
             self._missing[bucket] -= 1
             if self._missing[bucket] <= 0:
