@@ -184,6 +184,10 @@ inline std::vector<Outcome> (*meet)(std::span<Reducer>, const Turn&) = meet_as_t
 /// Makes of a rank's communicator the one that its reducer is given.
 using Wrap = std::function<std::unique_ptr<Communicator>(Communicator&)>;
 
+/// How gradients are handed over: lent, or lent with the means going elsewhere in every second
+/// bucket.
+enum class Handing { add, lend, lend_and_deliver };
+
 class Cluster {
  public:
   Cluster(int ranks, const Layout& layout, std::string_view spec)
@@ -197,6 +201,7 @@ class Cluster {
   int ranks() const { return static_cast<int>(reducers_.size()); }
   Reducer& operator[](int rank) { return reducers_[static_cast<std::size_t>(rank)]; }
   std::span<Reducer> reducers() { return reducers_; }
+  void hand_over_by(Handing handing) { handing_ = handing; }
 
   /// One step; gradients by rank, each in parameter order. `participation`, by rank: what they say.
   std::vector<Outcome> step(const std::vector<Floats>& gradients, const Cut& cut,
@@ -205,14 +210,14 @@ class Cluster {
     return meet(reducers_, [&](Reducer& reducer, Communicator& comm) {
       const auto wrapped = wrap ? wrap(comm) : nullptr;
       const auto r = static_cast<std::size_t>(comm.rank());
-      return run(reducer, wrapped ? *wrapped : comm, gradients[r], cut, loss_scale,
+      return run(reducer, wrapped ? *wrapped : comm, gradients[r], cut, loss_scale, handing_,
                  participation.empty() ? nullptr : &participation[r]);
     });
   }
 
  private:
   static Outcome run(Reducer& reducer, Communicator& comm, const Floats& gradient, const Cut& cut,
-                     float loss_scale, const Participation* participation) {
+                     float loss_scale, Handing handing, const Participation* participation) {
     std::vector<Floats> buckets;
     visit(reducer.layout(), cut, [&](std::size_t bucket, const Parameter& parameter, std::size_t) {
       buckets.resize(bucket + 1);
@@ -222,12 +227,19 @@ class Cluster {
     });
     buckets.resize(cut.size());
 
+    const bool lends = handing != Handing::add;
+    const auto delivers = [&](std::size_t b) {
+      return handing == Handing::lend_and_deliver && b % 2 == 0;
+    };
+    std::vector<Floats> means;
+    for (const Floats& bucket : buckets) means.emplace_back(bucket.size());
     Outcome outcome;
     try {
       reducer.begin(comm, loss_scale);
       for (std::size_t b = 0; b < cut.size(); ++b) {
         if (participation != nullptr && b + 1 == cut.size()) reducer.participate(*participation);
-        reducer.add(cut[b], buckets[b]);
+        lends ? reducer.lend(cut[b], buckets[b]) : reducer.add(cut[b], buckets[b]);
+        if (delivers(b)) reducer.deliver_to(cut[b], means[b]);
       }
       outcome.stats = reducer.finish();
     } catch (const CommError& error) {
@@ -240,8 +252,8 @@ class Cluster {
     outcome.gradient.resize(gradient.size());
     visit(reducer.layout(), cut,
           [&](std::size_t bucket, const Parameter& parameter, std::size_t start) {
-            std::copy_n(buckets[bucket].begin() + static_cast<std::ptrdiff_t>(start),
-                        parameter.size,
+            const Floats& from = delivers(bucket) ? means[bucket] : buckets[bucket];
+            std::copy_n(from.begin() + static_cast<std::ptrdiff_t>(start), parameter.size,
                         outcome.gradient.begin() + static_cast<std::ptrdiff_t>(parameter.offset));
           });
     outcome.owed.assign(reducer.owed().begin(), reducer.owed().end());
@@ -262,6 +274,7 @@ class Cluster {
   }
 
   std::vector<Reducer> reducers_;
+  Handing handing_ = Handing::add;
 };
 
 /// The gradients of all ranks in one step: make(rank, step).

@@ -120,6 +120,7 @@ TEST_P(Attending, WhatNobodyUsedStaysOwed) {
   Cluster cluster(ranks(), layout, residual());
   for (int s = 0; s < kSteps; ++s) {
     SCOPED_TRACE("step " + std::to_string(s));
+    cluster.hand_over_by(s % 2 == 0 ? Handing::add : Handing::lend_and_deliver);
     const Scene scene(layout, ranks(), s);
     const auto before = debts(cluster);
     const auto outcomes =

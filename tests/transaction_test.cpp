@@ -61,11 +61,13 @@ class Failing final : public comm::Decorator {
 /// A run that things happen to, and one that is spared.
 class Transaction : public testing::TestWithParam<const char*> {
  protected:
-  void start(int ranks) {
+  void start(int ranks, Handing handing = Handing::add) {
     ranks_ = ranks;
+    handing_ = handing;
     step_ = 0;
     tried_ = std::make_unique<Cluster>(ranks, layout_, GetParam());
     spared_ = std::make_unique<Cluster>(ranks, layout_, GetParam());
+    tried_->hand_over_by(handing);
   }
 
   std::vector<Floats> gradients() const {
@@ -121,7 +123,8 @@ class Transaction : public testing::TestWithParam<const char*> {
     });
     for (std::size_t r = 0; r < outcomes.size(); ++r) {
       EXPECT_TRUE(outcomes[r].failed());
-      EXPECT_TRUE(same_bits(outcomes[r].gradient, gradient[r]));
+      const bool kept = same_bits(outcomes[r].gradient, gradient[r]);
+      EXPECT_TRUE(kept || handing_ != Handing::add);
       EXPECT_EQ(outcomes[r].state, before[r]);
     }
   }
@@ -129,6 +132,7 @@ class Transaction : public testing::TestWithParam<const char*> {
   const Layout layout_ = small_model();
   const Cut cut_ = three_buckets(layout_);
   int ranks_ = 0;
+  Handing handing_ = Handing::add;
   int step_ = 0;
   std::unique_ptr<Cluster> tried_, spared_;
 };
@@ -137,8 +141,8 @@ INSTANTIATE_TEST_SUITE_P(Rows, Transaction, testing::ValuesIn(rows()),
                          [](const auto& test) { return name_of(test.param); });
 
 TEST_P(Transaction, FailedCallsLeaveNoTrace) {
-  for (const int ranks : {2, 3}) {
-    start(ranks);
+  for (const auto& [ranks, handing] : {std::pair(2, Handing::add), {3, Handing::lend}}) {
+    start(ranks, handing);
     // While they still agree on the method.
     const std::vector<std::uint64_t> some(static_cast<std::size_t>(ranks), 1);
     expect_nothing_happens(Failure::everyone_before, 0, some);
@@ -158,7 +162,7 @@ TEST_P(Transaction, FailedCallsLeaveNoTrace) {
 
 // The message says where: rank, step, bucket, sender.
 TEST_P(Transaction, DamagedMessagesLeaveNoTrace) {
-  start(2);
+  start(2, Handing::lend_and_deliver);
   for (int s = 0; s < 4; ++s) expect_same_step();
   const auto messages = messages_of_next_step();
   for (std::uint64_t i = 0; i < std::ranges::max(messages); ++i) {
@@ -180,8 +184,9 @@ TEST_P(Transaction, DamagedMessagesLeaveNoTrace) {
 
 // As in plain DDP, everyone sees that the step is lost, wherever the value was.
 TEST_P(Transaction, NonFiniteStepsLeaveNoTrace) {
-  for (const int ranks : {1, 2, 3}) {
-    start(ranks);
+  for (const auto& [ranks, handing] :
+       {std::pair(1, Handing::lend), {2, Handing::add}, {3, Handing::lend_and_deliver}}) {
+    start(ranks, handing);
     for (int s = 0; s < 3; ++s) expect_same_step();
     for (std::size_t id = 0; id < layout_.count(); ++id) {
       if (layout_[id].size == 0) continue;
@@ -213,6 +218,10 @@ TEST_P(Transaction, AbandonedStepsLeaveNoTrace) {
     Floats mine = gradient[static_cast<std::size_t>(comm.rank())];
     const Floats first(mine.begin(), mine.begin() + static_cast<std::ptrdiff_t>(layout_[0].size));
     const std::size_t ids[] = {0};
+    Floats lent = first;
+    reducer.begin(comm);
+    reducer.lend(ids, lent);
+    reducer.abandon();
     const std::span<float> part(mine.data(), first.size());
     reducer.begin(comm);
     reducer.add(ids, part);
