@@ -16,8 +16,9 @@
 #include "topreduce/kernels/kernels.h"
 #include "topreduce/reducer.h"
 #include "topreduce/wire/gap_block.h"
-#include "topreduce/wire/message.h"
+#include "topreduce/wire/payload.h"
 #include "topreduce/wire/rice.h"
+#include "topreduce/wire/seal.h"
 
 namespace topreduce {
 namespace {
@@ -138,11 +139,24 @@ void compare_all_codes() {
 
 // ---- nanoseconds per entry ---------------------------------------------------------------------
 
-/// Four ranks' messages about one model of 40 parameters, on one thread, headers and checksums
-/// included.
+/// Appends a message with `entries`, as an exchange sends it; they become what receivers read.
+void pack(wire::Values values, wire::Pieces pieces, SparseVector& entries, Bytes& out) {
+  const std::size_t start = out.size();
+  out.resize(start + wire::kSealBytes);
+  wire::encode_entries(values, pieces, entries, out, entries);
+  const auto payload = std::span(out).subspan(start + wire::kSealBytes);
+  std::ranges::copy(wire::seal({}, 0, payload), out.begin() + static_cast<std::ptrdiff_t>(start));
+}
+
+void unpack(wire::Values values, wire::Pieces pieces, std::span<const std::byte> message,
+            SparseVector& entries) {
+  wire::decode_entries(values, pieces, wire::open({}, 0, message), entries);
+}
+
+/// Four ranks' messages about one model of 40 parameters, on one thread, seals included.
 class Journey {
  public:
-  Journey(double density, wire::Values values) : envelope_{.universe = kPlaces, .values = values} {
+  Journey(double density, wire::Values values) : values_(values) {
     for (std::size_t p = 0; p < kPieces; ++p) {
       pieces_.push_back({static_cast<Index>(p * kPlaces / kPieces),
                          static_cast<Index>((p + 1) * kPlaces / kPieces)});
@@ -164,9 +178,9 @@ class Journey {
       for (std::size_t r = 0; r < kRanks; ++r) {
         sent_.assign(entries_[r]);  // packing rounds them
         out_.clear();
-        make_room(out_, wire::largest_message(sent_.size(), kPieces));
-        taken[0] += timed([&] { wire::pack(envelope_, pieces_, wire::Vote::yes, sent_, out_); });
-        taken[1] += timed([&] { wire::unpack(envelope_, pieces_, out_, parts_[r]); });
+        make_room(out_, wire::kSealBytes + wire::largest_payload(sent_.size(), kPieces));
+        taken[0] += timed([&] { pack(values_, pieces_, sent_, out_); });
+        taken[1] += timed([&] { unpack(values_, pieces_, out_, parts_[r]); });
       }
       taken[2] += timed([&] { adder_.add(parts_, kPlaces, sum_); });
       std::size_t count = 0;
@@ -185,7 +199,7 @@ class Journey {
  private:
   static constexpr std::size_t kPlaces = 10'000'000, kPieces = 40, kRanks = 4;
 
-  wire::Envelope envelope_;
+  wire::Values values_;
   std::vector<wire::Piece> pieces_;
   std::array<SparseVector, kRanks> entries_, parts_;
   SparseVector sent_, sum_;
@@ -313,13 +327,12 @@ struct Model {
   }
 
   void pack_and_unpack(wire::Values values) {
-    const wire::Envelope envelope{.universe = kEntries, .values = values};
     const wire::Piece whole[] = {{0, kEntries}};
     sent.assign(entries);  // packing rounds them
     out.clear();
-    make_room(out, wire::largest_message(sent.size(), 1));
-    wire::pack(envelope, whole, wire::Vote::yes, sent, out);
-    wire::unpack(envelope, whole, out, received);
+    make_room(out, wire::kSealBytes + wire::largest_payload(sent.size(), 1));
+    pack(values, whole, sent, out);
+    unpack(values, whole, out, received);
   }
 
   Buffer<float> owed = Buffer<float>(kEntries), gradient = Buffer<float>(kEntries);

@@ -4,7 +4,6 @@
 #include <array>
 #include <string>
 
-#include "topreduce/wire/little_endian.h"
 #include "topreduce/wire/payload.h"
 
 namespace topreduce::exchange {
@@ -13,7 +12,6 @@ using comm::at;
 
 namespace {
 
-constexpr std::size_t kCountBytes = sizeof(std::uint32_t);
 constexpr std::size_t kMostAround = 64;  // bytes that stand around values, or about so many
 
 }  // namespace
@@ -123,28 +121,14 @@ void Channel::add_up_natively(std::span<float> values) {
 
 void Channel::encode(wire::Pieces pieces, const SparseVector& entries, SparseVector& rounded,
                      Bytes& out) {
-  // The number of values, 32 bits, then the values.
-  const std::size_t start = out.size();
-  make_room(out, start + kCountBytes + wire::largest_payload(entries.size(), pieces.size()));
-  out.resize(start + kCountBytes);
-  const wire::Encoded encoded = wire::encode_entries(values_, pieces, entries, out, rounded);
-  wire::store(out.data() + start, static_cast<std::uint32_t>(encoded.count));
-  finite_ = finite_ && encoded.finite;
-}
-
-void Channel::decode(wire::Pieces pieces, std::span<const std::byte> payload,
-                     SparseVector& entries) const {
-  if (payload.size() < kCountBytes) {
-    throw WireError("message: " + std::to_string(payload.size()) + " bytes are no entries");
-  }
-  const auto count = wire::load<std::uint32_t>(payload.data());
-  wire::decode_entries(values_, pieces, count, payload.subspan(kCountBytes), entries);
+  make_room(out, out.size() + wire::largest_payload(entries.size(), pieces.size()));
+  finite_ = wire::encode_entries(values_, pieces, entries, out, rounded) && finite_;
 }
 
 void Channel::decode_from(int from, wire::Pieces pieces, std::span<const std::byte> payload,
                           SparseVector& entries) const {
   try {
-    decode(pieces, payload, entries);
+    wire::decode_entries(values_, pieces, payload, entries);
   } catch (const WireError& error) {
     refuse(from, error.what());
   }

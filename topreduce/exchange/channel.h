@@ -143,7 +143,6 @@ class Channel {
   Round send_payload_to_all(std::span<const std::byte> payload);
   std::span<const std::byte> payload(const Round& round, int from) const;
   void encode(wire::Pieces pieces, const SparseVector& entries, SparseVector& rounded, Bytes& out);
-  void decode(wire::Pieces pieces, std::span<const std::byte> payload, SparseVector& entries) const;
 
   // ---- values at places that all ranks know ----
 

@@ -1,11 +1,11 @@
 // The payload of entries:
 //
+//   the number of values       32 bits
 //   two bits for every piece   0: entries with indices; 1: every place has its entry; 2: zeros
 //   stand
 //                              where there are none, because that is smaller
 //   the indices                of all pieces that have them, as if those lay side by side: the
-//   front
-//                              of rice.h
+//                              front of rice.h
 //   the values                 a run for each piece (formats/format.h)
 //   the back of rice.h
 //
@@ -25,10 +25,13 @@
 
 #include "topreduce/wire/formats/format.h"
 #include "topreduce/wire/gap_block.h"
+#include "topreduce/wire/little_endian.h"
 #include "topreduce/wire/rice.h"
 
 namespace topreduce::wire {
 namespace {
+
+constexpr std::size_t kCountBytes = sizeof(std::uint32_t);
 
 enum class Extent : unsigned { listed = 0, full = 1, filled = 2 };
 
@@ -78,7 +81,7 @@ std::size_t move_down_nonzero(SparseVector& entries, std::size_t first, std::siz
 }
 
 void refuse(const std::string& what) {
-  throw std::invalid_argument("pack: " + what);
+  throw std::invalid_argument("encode_entries: " + what);
 }
 
 [[noreturn]] void refuse_length(std::size_t came, const std::string& expected) {
@@ -167,17 +170,17 @@ std::size_t encode_filled(const Format& format, const Piece& piece, std::span<co
 
 }  // namespace
 
-Encoded encode_entries(Values values, Pieces pieces, const SparseVector& entries, Bytes& out,
-                       SparseVector& rounded) {
+bool encode_entries(Values values, Pieces pieces, const SparseVector& entries, Bytes& out,
+                    SparseVector& rounded) {
   const Format& format = format_of(values);
   check(pieces, entries);
   const std::size_t start = out.size();
   out.resize(start + largest_payload(entries.size(), pieces.size()));
-  std::byte* const extents = out.data() + start;
+  std::byte* const extents = out.data() + start + kCountBytes;
   std::byte* const back = out.data() + out.size();
   std::fill_n(extents, extent_bytes(pieces), std::byte{0});
 
-  Encoded encoded{0, true};
+  std::size_t count = 0;  // of values
   GapStream gaps(extents + extent_bytes(pieces), back);
   std::size_t before = 0;  // places in pieces with indices
   const auto indices = std::span<const Index>(entries.indices);
@@ -185,13 +188,15 @@ Encoded encode_entries(Values values, Pieces pieces, const SparseVector& entries
     const auto [begin, end] = pieces[p];
     const Extent extent = extent_of(format, last - first, end - begin);
     write_extent(extents, p, extent);
-    encoded.count += extent == Extent::listed ? last - first : end - begin;
+    count += extent == Extent::listed ? last - first : end - begin;
     if (extent != Extent::listed) return;
     gaps.put(indices.subspan(first, last - first), before - begin);
     before += end - begin;
   });
   RiceWriter& rice = gaps.end();
+  store(out.data() + start, static_cast<std::uint32_t>(count));
 
+  bool finite = true;
   std::byte* codes = rice.end();
   if (&rounded != &entries) rounded.resize(entries.size());
   std::size_t kept = 0;
@@ -199,10 +204,10 @@ Encoded encode_entries(Values values, Pieces pieces, const SparseVector& entries
     const auto range = indices.subspan(first, last - first);
     const float* const from = entries.values.data() + first;
     if (read_extent(extents, p) == Extent::filled) {
-      kept = encode_filled(format, pieces[p], range, from, codes, rounded, kept, encoded.finite);
+      kept = encode_filled(format, pieces[p], range, from, codes, rounded, kept, finite);
       return;
     }
-    encoded.finite &= format.encode({from, range.size()}, codes, rounded.values.data() + kept);
+    finite &= format.encode({from, range.size()}, codes, rounded.values.data() + kept);
     codes += format.run_bytes(range.size());
     if (rounded.indices.data() + kept != range.data()) {
       std::copy_n(range.data(), range.size(), rounded.indices.data() + kept);
@@ -212,7 +217,7 @@ Encoded encode_entries(Values values, Pieces pieces, const SparseVector& entries
   rounded.resize(kept);
   codes = std::copy(rice.back(), back, codes);
   out.resize(static_cast<std::size_t>(codes - out.data()));
-  return encoded;
+  return finite;
 }
 
 bool encode_values(Values values_format, std::span<const std::size_t> lengths,
@@ -235,18 +240,23 @@ bool encode_values(Values values_format, std::span<const std::size_t> lengths,
 
 // ---- reading -----------------------------------------------------------------------------------
 
-void decode_entries(Values values, Pieces pieces, std::size_t count,
-                    std::span<const std::byte> payload, SparseVector& entries) {
+void decode_entries(Values values, Pieces pieces, std::span<const std::byte> payload,
+                    SparseVector& entries) {
   const Format& format = format_of(values);
+  const std::size_t before_indices = kCountBytes + extent_bytes(pieces);
+  if (payload.size() < before_indices) {
+    refuse_length(payload.size(), "at least " + std::to_string(before_indices));
+  }
+  const std::size_t count = load<std::uint32_t>(payload.data());
   // No run of values is shorter than its codes side by side.
   const std::size_t least =
-      extent_bytes(pieces) +
+      before_indices +
       static_cast<std::size_t>(bits_per_value(values) * static_cast<double>(count) / 8);
   if (payload.size() < least) {
     refuse_length(payload.size(), "at least " + std::to_string(least) + " for " +
                                       std::to_string(count) + " entries");
   }
-  const std::byte* const extents = payload.data();
+  const std::byte* const extents = payload.data() + kCountBytes;
   std::size_t places = 0, whole = 0;  // with indices, without
   for (std::size_t p = 0; p < pieces.size(); ++p) {
     const Extent extent = read_extent(extents, p);
@@ -261,7 +271,7 @@ void decode_entries(Values values, Pieces pieces, std::size_t count,
   // The indices that travelled are read to the end of their room; from there each finds its place
   // at or before its own.
   const auto travelled = std::span(entries.indices).subspan(whole);
-  const auto coded = payload.subspan(extent_bytes(pieces));
+  const auto coded = payload.subspan(before_indices);
   const RiceBytes rice = read_rice(coded, places, travelled);
 
   auto rest = coded.subspan(rice.front, coded.size() - rice.front - rice.back);
@@ -323,7 +333,7 @@ void decode_values(Values values_format, std::span<const std::size_t> lengths,
 std::size_t largest_payload(std::size_t count, std::size_t pieces) {
   // A piece is filled up with zeros only if that takes about a bit for every place, and then its
   // places are at most twice its entries.
-  return 4 * pieces + most_rice_bytes(count) + 5 * count;
+  return kCountBytes + 4 * pieces + most_rice_bytes(count) + 5 * count;
 }
 
 double bits_per_index(double density) {

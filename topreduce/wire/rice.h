@@ -42,8 +42,8 @@ class RiceWriter {
   void put_quotients(std::span<const Index> gaps, unsigned parameter);
 
   std::byte *front_, *back_;
-  std::uint64_t compensated_ = 0;  // bits not yet written ...
-  std::uint64_t filled_ = 0;       // ... and how many, fewer than 64 between puts
+  std::uint64_t pending_ = 0;  // bits not yet written ...
+  std::uint64_t filled_ = 0;   // ... and how many, fewer than 64 between puts
 };
 
 struct RiceBytes {
