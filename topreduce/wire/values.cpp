@@ -6,30 +6,19 @@
 #include "topreduce/wire/formats/format.h"
 
 namespace topreduce::wire {
-namespace {
-
-constexpr Format kFormats[] = {
-#define FORMAT(name, bits, values_per_scale, has_zero) \
-  {#name,                                              \
-   bits,                                               \
-   values_per_scale,                                   \
-   has_zero,                                           \
-   formats::encode_##name,                             \
-   formats::decode_##name,                             \
-   formats::scalar::encode_##name,                     \
-   formats::scalar::decode_##name},
-#include "topreduce/wire/formats.def"
-#undef FORMAT
-};
-
-}  // namespace
 
 const Format& format_of(Values values) {
+  static const Format rows[] = {
+#define FORMAT(name, bits, values_per_scale, has_zero) \
+  {formats::name(), #name, bits, values_per_scale, has_zero},
+#include "topreduce/wire/formats.def"
+#undef FORMAT
+  };
   const auto number = static_cast<std::size_t>(values);
-  if (number >= std::size(kFormats)) {
+  if (number >= std::size(rows)) {
     throw std::invalid_argument("values: no format has the number " + std::to_string(number));
   }
-  return kFormats[number];
+  return rows[number];
 }
 
 std::size_t values_per_scale(Values format) {

@@ -7,8 +7,8 @@
 
 #include "topreduce/wire/little_endian.h"
 
-// A codec rounds a float to a float that it can express, narrows that to its code, and widens the
-// code again. Nothing jumps, so that loops over them become vector code.
+// A kind of floats rounds a float to one that it can express, narrows that to its code, and widens
+// the code again. Nothing jumps, so that loops over them become vector code.
 
 namespace topreduce::wire::formats {
 
@@ -97,21 +97,22 @@ struct Fp16 {
   }
 };
 
-template <class Codec>
-void encode_floats(std::span<const float> values, std::byte* out, float* rounded) {
-  using Code = typename Codec::Code;
+template <class Kind>
+bool encode_floats(std::span<const float> values, std::byte* out, float* rounded) {
+  using Code = typename Kind::Code;
   for (std::size_t i = 0; i < values.size(); ++i) {
-    const float value = Codec::round(values[i]);
-    store(out + i * sizeof(Code), Codec::narrow(value));
+    const float value = Kind::round(values[i]);
+    store(out + i * sizeof(Code), Kind::narrow(value));
     rounded[i] = value;
   }
+  return true;
 }
 
-template <class Codec>
+template <class Kind>
 void decode_floats(const std::byte* in, std::span<float> values) {
-  using Code = typename Codec::Code;
+  using Code = typename Kind::Code;
   for (std::size_t i = 0; i < values.size(); ++i) {
-    values[i] = Codec::widen(load<Code>(in + i * sizeof(Code)));
+    values[i] = Kind::widen(load<Code>(in + i * sizeof(Code)));
   }
 }
 
