@@ -57,18 +57,6 @@ Extent read_extent(const std::byte* extents, std::size_t piece) {
   return static_cast<Extent>(static_cast<unsigned>(extents[piece / 4]) >> 2 * (piece % 4) & 3);
 }
 
-// Calls body(piece number, first, last) with the range of `entries` in each piece.
-template <class Body>
-void for_each_range(std::span<const Index> indices, Pieces pieces, Body&& body) {
-  auto first = indices.begin();
-  for (std::size_t p = 0; p < pieces.size(); ++p) {
-    const auto last = std::lower_bound(first, indices.end(), pieces[p].end);
-    body(p, static_cast<std::size_t>(first - indices.begin()),
-         static_cast<std::size_t>(last - indices.begin()));
-    first = last;
-  }
-}
-
 // Moves entries down to `out`, without their zeros; returns the new end.
 std::size_t move_down_nonzero(SparseVector& entries, std::size_t first, std::size_t last,
                               std::size_t out) {
