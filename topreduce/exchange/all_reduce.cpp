@@ -48,8 +48,9 @@ Task reduce_parts(Channel& channel, const Cuts& cuts, std::span<float> values,
   auto& part = channel.workspace().part;
   Buffer<float>& sum = part.sum;
   const int rank = channel.rank(), ranks = channel.ranks();
-  if (ranks == 1) {
+  if (ranks == 1 || channel.native()) {
     std::ranges::copy(values.first(settled.size()), settled.begin());
+    if (ranks > 1) channel.reduce_natively(sum, values);
     co_return;
   }
   const Channel::Round split = channel.open_round();
@@ -106,48 +107,39 @@ Task reduce_parts(Channel& channel, const Cuts& cuts, std::span<float> values,
   channel.close(gather);
 }
 
-void reduce_natively(Channel& channel, std::span<float> values, std::span<float> settled) {
-  std::ranges::copy(values.first(settled.size()), settled.begin());
-  channel.reduce_natively(channel.workspace().part.sum, values);
+// Where an exchange keeps its cuts, emptied.
+Pool<Cuts>::Loan lend_cuts(Channel& channel) {
+  auto cuts = channel.workspace().cuts.take(channel.number());
+  cuts->clear();
+  return cuts;
 }
 
 }  // namespace
 
 Task all_reduce(Channel& channel, const CompensatedGradient& compensated,
                 std::span<const Index> places, std::span<float> values, std::span<float> settled) {
-  if (channel.native()) {
-    reduce_natively(channel, values, settled);
-    co_return;
-  }
   const auto parts = comm::at(channel.ranks());
-  auto loan = channel.workspace().cuts.take(channel.number());
-  Cuts& cuts = *loan;
-  cuts.clear();
-  make_room(cuts, compensated.segments().size() * parts + 1);
+  const auto cuts = lend_cuts(channel);
+  make_room(*cuts, compensated.segments().size() * parts + 1);
   for (const Segment& segment : compensated.segments()) {
     for (std::size_t r = 0; r < parts; ++r) {
       const auto cut = static_cast<Index>(segment.start + segment.size() * r / parts);
       const auto found = std::ranges::lower_bound(places, cut) - places.begin();
-      cuts.push_back(places.empty() ? std::min<std::size_t>(cut, values.size())
-                                    : static_cast<std::size_t>(found));
+      cuts->push_back(places.empty() ? std::min<std::size_t>(cut, values.size())
+                                     : static_cast<std::size_t>(found));
     }
   }
-  cuts.push_back(values.size());
-  co_await reduce_parts(channel, cuts, values, settled);
+  cuts->push_back(values.size());
+  co_await reduce_parts(channel, *cuts, values, settled);
 }
 
-Task all_reduce(Channel& channel, std::span<float> values, std::span<float> settled) {
-  if (channel.native()) {
-    reduce_natively(channel, values, settled);
-    co_return;
-  }
+Task all_reduce(Channel& channel, wire::Values format, std::span<float> values,
+                std::span<float> settled) {
   const auto parts = comm::at(channel.ranks());
-  auto loan = channel.workspace().cuts.take(channel.number());
-  Cuts& cuts = *loan;
-  cuts.clear();
-  for (std::size_t r = 0; r <= parts; ++r) cuts.push_back(values.size() * r / parts);
-  const wire::Values given = channel.set_values(wire::without_scales(channel.values()));
-  co_await reduce_parts(channel, cuts, values, settled);
+  const auto cuts = lend_cuts(channel);
+  for (std::size_t r = 0; r <= parts; ++r) cuts->push_back(values.size() * r / parts);
+  const wire::Values given = channel.set_values(wire::without_scales(format));
+  co_await reduce_parts(channel, *cuts, values, settled);
   channel.set_values(given);
 }
 

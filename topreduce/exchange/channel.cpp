@@ -29,7 +29,7 @@ void Channel::open(Communicator& comm, const Subject& subject,
   chosen_ = false;
   parameters_.clear();
   for (const Segment& segment : compensated.segments()) {
-    parameters_.push_back({segment.start, segment.start + static_cast<Index>(segment.size())});
+    parameters_.push_back({segment.start, static_cast<Index>(segment.end())});
   }
   rounds_ = 0;
   finite_ = true;
@@ -52,10 +52,13 @@ wire::Identity Channel::identity() const {
           .disagreement = disagreement_};
 }
 
+std::string Channel::title() const {
+  return "rank " + std::to_string(rank()) + ", step " + std::to_string(subject_.step) +
+         ", bucket of parameter " + std::to_string(subject_.exchange);
+}
+
 void Channel::refuse(int from, const char* what) const {
-  throw WireError("rank " + std::to_string(rank()) + ", step " + std::to_string(subject_.step) +
-                  ", bucket of parameter " + std::to_string(subject_.exchange) +
-                  ", message from rank " + std::to_string(from) + ": " + what);
+  throw WireError(title() + ", message from rank " + std::to_string(from) + ": " + what);
 }
 
 // ---- rounds ------------------------------------------------------------------------------------
@@ -75,6 +78,13 @@ Channel::Round Channel::open_round() {
 
 void Channel::post(const Round& round, int to, std::span<const std::byte> payload) {
   comm_->post(to, round.tag, wire::seal(identity(), round.tag.round, payload), payload);
+}
+
+void Channel::post_to_all(const Round& round, std::span<const std::byte> payload) {
+  const wire::Seal seal = wire::seal(identity(), round.tag.round, payload);
+  for (int turn = 1; turn < ranks(); ++turn) {  // not everyone to the same rank at once
+    comm_->post((rank() + turn) % ranks(), round.tag, seal, payload);
+  }
 }
 
 std::span<const std::byte> Channel::payload(const Round& round, int from) const {
@@ -103,9 +113,7 @@ void Channel::reduce_natively(Buffer<float>& scratch, std::span<float> values) {
   add_up_natively(scratch);
   for (std::size_t i = 0; i < numbers.size(); ++i) {
     if (scratch[i] == numbers[i] * static_cast<float>(ranks())) continue;
-    throw WireError("rank " + std::to_string(rank()) + ", step " + std::to_string(subject_.step) +
-                    ", bucket of parameter " + std::to_string(subject_.exchange) + ": " +
-                    disagreement_);
+    throw WireError(title() + ": " + disagreement_);
   }
   if (chosen_) return add_up_natively(values);
   std::ranges::copy(std::span(scratch).subspan(numbers.size()), values.begin());
@@ -148,11 +156,7 @@ Channel::Round Channel::send_to_all(wire::Pieces pieces, const SparseVector& min
 
 Channel::Round Channel::send_payload_to_all(std::span<const std::byte> payload) {
   const Round round = open_round();
-  if (ranks() == 1) return round;
-  const wire::Seal seal = wire::seal(identity(), round.tag.round, payload);
-  for (int turn = 1; turn < ranks(); ++turn) {  // not everyone to the same rank at once
-    comm_->post((rank() + turn) % ranks(), round.tag, seal, payload);
-  }
+  if (ranks() > 1) post_to_all(round, payload);
   return round;
 }
 
@@ -207,8 +211,7 @@ void Channel::carry(int sender, std::span<const std::byte> payload) {
   if (payload.empty()) return;
   comm::append_varint(carried_, at(sender));
   comm::append_varint(carried_, payload.size());
-  make_room(carried_, carried_.size() + payload.size());
-  carried_.insert(carried_.end(), payload.begin(), payload.end());
+  append(carried_, payload);
 }
 
 Channel::Round Channel::carry_to_all(const Round& came) {
@@ -275,16 +278,13 @@ void Channel::post_values(const Round& round, int to, std::span<const std::size_
   workspace_->payload.clear();
   make_room(workspace_->payload, kMostAround + 2 * lengths.size() + values.size_bytes());
   finite_ = wire::encode_values(values_, lengths, values, workspace_->payload, rounded) && finite_;
-  if (to != kNobody) return post(round, to, workspace_->payload);
+  if (to != kNobody) post(round, to, workspace_->payload);
 }
 
 void Channel::post_values_to_all(const Round& round, std::span<const std::size_t> lengths,
                                  std::span<const float> values, std::span<float> rounded) {
   post_values(round, kNobody, lengths, values, rounded);
-  const wire::Seal seal = wire::seal(identity(), round.tag.round, workspace_->payload);
-  for (int turn = 1; turn < ranks(); ++turn) {
-    comm_->post((rank() + turn) % ranks(), round.tag, seal, workspace_->payload);
-  }
+  post_to_all(round, workspace_->payload);
 }
 
 void Channel::read_values(const Round& round, int from, std::span<const std::size_t> lengths,

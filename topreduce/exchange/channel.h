@@ -2,6 +2,7 @@
 
 #include <coroutine>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -182,11 +183,13 @@ class Channel {
   void carry(int sender, std::span<const std::byte> payload);
   wire::Identity identity() const;
   void post(const Round& round, int to, std::span<const std::byte> payload);
+  void post_to_all(const Round& round, std::span<const std::byte> payload);
   void decode_from(int from, wire::Pieces pieces, std::span<const std::byte> payload,
                    SparseVector& entries) const;
   // Calls read(r, payload) for every other rank, on several threads.
   template <class Read>
   void read_each(const Round& round, Read&& read);
+  std::string title() const;  // how errors call this exchange
   [[noreturn]] void refuse(int from, const char* what) const;
   void add_up_natively(std::span<float> values);
 

@@ -121,9 +121,7 @@ class OkTopk final : public Exchange {
     if (agree_) {
       const auto bounds = bounds_.take(channel.number());
       regions_.propose(compensated.segments(), selected, *bounds);
-      const wire::Values given = channel.set_values(wire::Values::fp32);
-      co_await all_reduce(channel, *bounds, {});
-      channel.set_values(given);
+      co_await all_reduce(channel, wire::Values::fp32, *bounds, {});
       regions_.learn(compensated.segments(), *bounds);
     }
     regions_.map(compensated.segments(), channel.ranks(), *regions);
