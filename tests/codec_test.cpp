@@ -34,8 +34,8 @@ void on_every_target(const std::function<void()>& body) {
 
 std::vector<const Format*> all_formats() {
   std::vector<const Format*> all;
-  for (std::size_t i = 0; i < kValuesNames.size(); ++i) {
-    all.push_back(&format_of(static_cast<Values>(i)));
+  for (std::size_t i = 0; i < kValueFormatNames.size(); ++i) {
+    all.push_back(&format_of(static_cast<ValueFormat>(i)));
   }
   return all;
 }
@@ -45,28 +45,30 @@ std::vector<const Format*> all_formats() {
 // A row of formats.def that moves would change what is on the wire.
 TEST(WireFormats, HaveTheseNumbersAndSizes) {
   struct Row {
-    Values values;
+    ValueFormat values;
     std::size_t number;
     const char* name;
     std::size_t bytes_of_64, bytes_of_3;
   };
-  const Row rows[] = {{Values::fp32, 0, "fp32", 256, 12}, {Values::bf16, 1, "bf16", 128, 6},
-                      {Values::fp16, 2, "fp16", 128, 6},  {Values::int8, 3, "int8", 66, 5},
-                      {Values::int4, 4, "int4", 34, 4},   {Values::int2, 5, "int2", 18, 3},
-                      {Values::sign, 6, "sign", 10, 3}};
-  ASSERT_EQ(std::size(rows), kValuesNames.size());
+  const Row rows[] = {
+      {ValueFormat::fp32, 0, "fp32", 256, 12}, {ValueFormat::bf16, 1, "bf16", 128, 6},
+      {ValueFormat::fp16, 2, "fp16", 128, 6},  {ValueFormat::int8, 3, "int8", 66, 5},
+      {ValueFormat::int4, 4, "int4", 34, 4},   {ValueFormat::int2, 5, "int2", 18, 3},
+      {ValueFormat::sign, 6, "sign", 10, 3}};
+  ASSERT_EQ(std::size(rows), kValueFormatNames.size());
   for (const Row& row : rows) {
     const Format& format = format_of(row.values);
     EXPECT_EQ(static_cast<std::size_t>(row.values), row.number);
     EXPECT_EQ(format.name, row.name);
-    EXPECT_EQ(kValuesNames[row.number], row.name);
+    EXPECT_EQ(kValueFormatNames[row.number], row.name);
     EXPECT_EQ(format.run_bytes(64), row.bytes_of_64);
     EXPECT_EQ(format.run_bytes(128), 2 * row.bytes_of_64);
     EXPECT_EQ(format.run_bytes(67), row.bytes_of_64 + row.bytes_of_3);
     EXPECT_EQ(format.run_bytes(0), 0);
     EXPECT_EQ(bits_per_value(row.values), static_cast<double>(row.bytes_of_64) / 8);
   }
-  EXPECT_THROW(format_of(static_cast<Values>(kValuesNames.size())), std::invalid_argument);
+  EXPECT_THROW(format_of(static_cast<ValueFormat>(kValueFormatNames.size())),
+               std::invalid_argument);
 }
 
 /// Like gradients, with a long tail, tiny, huge, and with all that is awkward.
@@ -160,7 +162,7 @@ TEST(WireFormats, ReadAnyBytesAsTheirScalarReference) {
 // ---- rounding -------------------------------------------------------------------------------
 
 /// What values read as after their journey.
-std::vector<float> rounded(Values encoding, std::vector<float> values) {
+std::vector<float> rounded(ValueFormat encoding, std::vector<float> values) {
   Bytes payload;
   const std::size_t lengths[] = {values.size()};
   std::vector<float> received(values.size());
@@ -171,7 +173,7 @@ std::vector<float> rounded(Values encoding, std::vector<float> values) {
   return received;
 }
 
-float rounded(Values encoding, float value) {
+float rounded(ValueFormat encoding, float value) {
   return rounded(encoding, std::vector<float>{value}).front();
 }
 
@@ -201,7 +203,7 @@ TEST(WireRounding, IsToNearestEven) {
       add((top << 12) | low | 0x80000000u);
     }
   }
-  const auto bf16 = rounded(Values::bf16, values), fp16 = rounded(Values::fp16, values);
+  const auto bf16 = rounded(ValueFormat::bf16, values), fp16 = rounded(ValueFormat::fp16, values);
   int wrong = 0;
   for (std::size_t i = 0; i < values.size(); ++i) {
     const float both[] = {bf16[i], fp16[i]};
@@ -213,28 +215,28 @@ TEST(WireRounding, IsToNearestEven) {
   EXPECT_EQ(wrong, 0);
   // One by one they go through other code than many at once.
   for (std::size_t i = 0; i < values.size(); i += 97) {
-    EXPECT_EQ(rounded(Values::bf16, values[i]), bf16[i]);
-    EXPECT_EQ(rounded(Values::fp16, values[i]), fp16[i]);
+    EXPECT_EQ(rounded(ValueFormat::bf16, values[i]), bf16[i]);
+    EXPECT_EQ(rounded(ValueFormat::fp16, values[i]), fp16[i]);
   }
 }
 
 TEST(WireRounding, SaturatesSoThatTheRestStaysOwed) {
   constexpr float kMax = std::numeric_limits<float>::max();
   for (const float sign : {1.0f, -1.0f}) {
-    EXPECT_EQ(rounded(Values::fp16, sign * 65519), sign * 65504);
-    EXPECT_EQ(rounded(Values::fp16, sign * 65520), sign * 65504);
-    EXPECT_EQ(rounded(Values::fp16, sign * 1e30f), sign * 65504);
-    EXPECT_EQ(rounded(Values::fp16, sign * kMax), sign * 65504);
-    EXPECT_EQ(rounded(Values::bf16, sign * kMax), sign * 0x1.fep127f);
-    EXPECT_EQ(rounded(Values::fp32, sign * kMax), sign * kMax);
-    EXPECT_EQ(rounded(Values::fp16, sign * 0x1p-24f), sign * 0x1p-24f);
-    EXPECT_EQ(rounded(Values::fp16, sign * 0x1p-25f), 0);
+    EXPECT_EQ(rounded(ValueFormat::fp16, sign * 65519), sign * 65504);
+    EXPECT_EQ(rounded(ValueFormat::fp16, sign * 65520), sign * 65504);
+    EXPECT_EQ(rounded(ValueFormat::fp16, sign * 1e30f), sign * 65504);
+    EXPECT_EQ(rounded(ValueFormat::fp16, sign * kMax), sign * 65504);
+    EXPECT_EQ(rounded(ValueFormat::bf16, sign * kMax), sign * 0x1.fep127f);
+    EXPECT_EQ(rounded(ValueFormat::fp32, sign * kMax), sign * kMax);
+    EXPECT_EQ(rounded(ValueFormat::fp16, sign * 0x1p-24f), sign * 0x1p-24f);
+    EXPECT_EQ(rounded(ValueFormat::fp16, sign * 0x1p-25f), 0);
   }
 }
 
 TEST(WireRounding, LetsInfinityAndNanThrough) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  for (const Values values : {Values::fp32, Values::bf16, Values::fp16}) {
+  for (const ValueFormat values : {ValueFormat::fp32, ValueFormat::bf16, ValueFormat::fp16}) {
     EXPECT_EQ(rounded(values, kInfinity), kInfinity);
     EXPECT_EQ(rounded(values, -kInfinity), -kInfinity);
     for (const std::uint32_t bits : {0x7f800001u, 0x7fc00000u, 0x7fffffffu, 0xffffffffu}) {
@@ -245,7 +247,8 @@ TEST(WireRounding, LetsInfinityAndNanThrough) {
 
 // ---- blocks that share a scale ----------------------------------------------------------------
 
-constexpr Values kBlockEncodings[] = {Values::int8, Values::int4, Values::int2, Values::sign};
+constexpr ValueFormat kBlockEncodings[] = {ValueFormat::int8, ValueFormat::int4, ValueFormat::int2,
+                                           ValueFormat::sign};
 
 /// Magnitudes from everywhere: like gradients, all alike, tiny, huge, mixed, with zeros.
 std::vector<std::vector<float>> many_blocks() {
@@ -273,17 +276,17 @@ std::vector<std::vector<float>> many_blocks() {
 }
 
 TEST(WireBlocks, TheRestIsOwedToTheBit) {
-  for (const Values values : kBlockEncodings) {
+  for (const ValueFormat values : kBlockEncodings) {
     for (const auto& block : many_blocks()) {
       const auto read = rounded(values, block);
       for (std::size_t i = 0; i < block.size(); ++i) {
         ASSERT_TRUE(std::isfinite(read[i]));
-        if (values == Values::sign) continue;
+        if (values == ValueFormat::sign) continue;
         const float owed = block[i] - read[i];
         const double exact = static_cast<double>(block[i]) - static_cast<double>(read[i]);
         ASSERT_EQ(static_cast<double>(owed), exact)
-            << kValuesNames[static_cast<std::size_t>(values)] << std::hexfloat << " of " << block[i]
-            << " as " << read[i];
+            << kValueFormatNames[static_cast<std::size_t>(values)] << std::hexfloat << " of "
+            << block[i] << " as " << read[i];
       }
     }
   }
@@ -293,13 +296,13 @@ TEST(WireBlocks, TheRestIsOwedToTheBit) {
 TEST(WireBlocks, AreTheNearestMultipleOfTheScale) {
   const auto& blocks = many_blocks();
   for (const auto& [values, most] :
-       {std::pair(Values::int8, 127.0f), std::pair(Values::int4, 7.0f)}) {
+       {std::pair(ValueFormat::int8, 127.0f), std::pair(ValueFormat::int4, 7.0f)}) {
     for (const auto& block : blocks) {
       float largest = 0;
       for (const float x : block) largest = std::max(largest, std::abs(x));
-      const float scale =
-          rounded(Values::bf16,
-                  std::min(largest / most, values == Values::int8 ? 0x1.fep120f : 0x1.fep124f));
+      const float scale = rounded(
+          ValueFormat::bf16,
+          std::min(largest / most, values == ValueFormat::int8 ? 0x1.fep120f : 0x1.fep124f));
       const auto read = rounded(values, block);
       for (std::size_t i = 0; i < block.size(); ++i) {
         const float quotient = scale > 0 ? std::min(std::abs(block[i]) / scale, most) : 0;
@@ -324,19 +327,21 @@ TEST(WireBlocks, ErrorsAreSmall) {
   }
   double energy = 0;
   for (const float x : chosen) energy += static_cast<double>(x) * x;
-  const std::pair<Values, double> limits[] = {
-      {Values::int8, 1e-4}, {Values::int4, 0.02}, {Values::int2, 0.18}, {Values::sign, 0.25}};
+  const std::pair<ValueFormat, double> limits[] = {{ValueFormat::int8, 1e-4},
+                                                   {ValueFormat::int4, 0.02},
+                                                   {ValueFormat::int2, 0.18},
+                                                   {ValueFormat::sign, 0.25}};
   for (const auto& [values, limit] : limits) {
     const auto read = rounded(values, chosen);
     double error = 0;
     for (std::size_t i = 0; i < read.size(); ++i) error += std::pow(read[i] - chosen[i], 2.0);
-    EXPECT_LT(error / energy, limit) << kValuesNames[static_cast<std::size_t>(values)];
+    EXPECT_LT(error / energy, limit) << kValueFormatNames[static_cast<std::size_t>(values)];
   }
 }
 
 TEST(WireBlocks, WhatIsNotFiniteIsSaidAndBecomesZeros) {
   for (const float bad : {std::numeric_limits<float>::infinity(), std::nanf("")}) {
-    for (const Values values : kBlockEncodings) {
+    for (const ValueFormat values : kBlockEncodings) {
       std::vector<float> chunk(100, 1.0f), read(100);
       chunk[70] = bad;
       Bytes payload;
@@ -356,7 +361,7 @@ TEST(WireBlocks, WhatIsNotFiniteIsSaidAndBecomesZeros) {
 }
 
 TEST(WireBlocks, ForeignScalesAreRefused) {
-  for (const Values values : kBlockEncodings) {
+  for (const ValueFormat values : kBlockEncodings) {
     std::vector<float> chunk(3, 1.0f);
     Bytes payload;
     const std::size_t lengths[] = {chunk.size()};

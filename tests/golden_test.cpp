@@ -59,9 +59,9 @@ constexpr std::uint32_t kRound = 17;
 
 class Golden : public testing::TestWithParam<std::string_view> {
  protected:
-  static Values format() {
-    const auto at = std::find(kValuesNames.begin(), kValuesNames.end(), GetParam());
-    return static_cast<Values>(at - kValuesNames.begin());
+  static ValueFormat format() {
+    const auto at = std::find(kValueFormatNames.begin(), kValueFormatNames.end(), GetParam());
+    return static_cast<ValueFormat>(at - kValueFormatNames.begin());
   }
 
   /// The file's bytes, which must be `payload` with its seal.
@@ -86,7 +86,7 @@ class Golden : public testing::TestWithParam<std::string_view> {
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Wire, Golden, testing::ValuesIn(kValuesNames),
+INSTANTIATE_TEST_SUITE_P(Wire, Golden, testing::ValuesIn(kValueFormatNames),
                          [](const auto& test) { return std::string(test.param); });
 
 TEST_P(Golden, EntriesAreTheseBytes) {

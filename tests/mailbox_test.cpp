@@ -278,7 +278,7 @@ std::vector<Damaged> damaged_frames() {
       {"none of topreduce's", {Bytes(good.begin(), good.begin() + 15)}},
       {"none of topreduce's", {changed(1, 0)}},
       {"version 99", {changed(2, 99)}},
-      {"this is version", {changed(3, 100)}},
+      {"of an unknown place", {changed(3, 100)}},
       {"without a head", {endless(0)}},
       {"without a head", {endless(1)}},
       {"without a head", {endless(2)}},

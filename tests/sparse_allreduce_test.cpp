@@ -61,7 +61,7 @@ class Recording final : public comm::Decorator {
 double entries_in(wire::Pieces pieces, std::span<const std::byte> payload) {
   if (payload.empty()) return 0;
   SparseVector entries;
-  wire::decode_entries(wire::Values::fp32, pieces, payload, entries);
+  wire::decode_entries(wire::ValueFormat::fp32, pieces, payload, entries);
   return static_cast<double>(entries.size());
 }
 

@@ -10,7 +10,7 @@
 #include "topreduce/catalog.h"
 #include "topreduce/wire/payload.h"
 #include "topreduce/wire/seal.h"
-#include "topreduce/wire/values.h"
+#include "topreduce/wire/value_format.h"
 
 namespace topreduce::laws {
 namespace {
@@ -31,8 +31,8 @@ std::size_t collective(std::size_t bytes) {
 std::size_t empty_payload() {
   SparseVector none;
   Bytes entries, values;
-  wire::encode_entries(wire::Values::fp32, {}, none, entries, none);
-  wire::encode_values(wire::Values::fp32, {}, {}, values, {});
+  wire::encode_entries(wire::ValueFormat::fp32, {}, none, entries, none);
+  wire::encode_values(wire::ValueFormat::fp32, {}, {}, values, {});
   return std::max(entries.size(), values.size());
 }
 
@@ -193,7 +193,7 @@ TEST(Stats, TopkSendsItsMessageToEveryPeer) {
     }
     Bytes payload;
     const wire::Piece whole[] = {{0, 20000}};
-    wire::encode_entries(wire::Values::fp32, whole, entries, payload, entries);
+    wire::encode_entries(wire::ValueFormat::fp32, whole, entries, payload, entries);
     const std::size_t message = kFirstFrame + kLeastHead + 1 + payload.size();  // a longer length
     EXPECT_EQ(outcomes[r].stats.selected, 200);
     EXPECT_EQ(outcomes[r].stats.messages, 4);

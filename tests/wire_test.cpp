@@ -67,7 +67,7 @@ SparseVector entries_at(const std::vector<Index>& indices) {
   return entries;
 }
 
-Bytes payload_of(Values format, const Model& model, SparseVector entries) {
+Bytes payload_of(ValueFormat format, const Model& model, SparseVector entries) {
   Bytes payload;
   encode_entries(format, model.pieces, entries, payload, entries);
   return payload;
@@ -80,16 +80,16 @@ std::uint32_t count_of(const Bytes& payload) {
 // ---- round trips -------------------------------------------------------------------------------
 
 /// What is rounded away must be owed to the bit; sign has a tolerance.
-void expect_owed(Values format, float original, float sent) {
+void expect_owed(ValueFormat format, float original, float sent) {
   const float owed = original - sent;
-  if (format != Values::sign) {
+  if (format != ValueFormat::sign) {
     EXPECT_EQ(sent + owed, original) << "the rounding is not owed exactly";
   } else {
     EXPECT_NEAR(sent + owed, original, 0x1p-23f * std::max(std::abs(sent), std::abs(original)));
   }
 }
 
-void expect_round_trip(Values format, const Model& model, const SparseVector& entries) {
+void expect_round_trip(ValueFormat format, const Model& model, const SparseVector& entries) {
   const SparseVector before = entries;
   Bytes out(3, std::byte{7});
   SparseVector rounded = before, read = entries_at({1, 2, 3});  // are replaced
@@ -121,16 +121,16 @@ void expect_round_trip(Values format, const Model& model, const SparseVector& en
 
 class WirePayload : public testing::TestWithParam<std::string_view> {
  protected:
-  static Values format() {
-    const auto at = std::ranges::find(kValuesNames, GetParam());
-    return static_cast<Values>(at - kValuesNames.begin());
+  static ValueFormat format() {
+    const auto at = std::ranges::find(kValueFormatNames, GetParam());
+    return static_cast<ValueFormat>(at - kValueFormatNames.begin());
   }
   static std::size_t run_bytes(std::size_t count) { return format_of(format()).run_bytes(count); }
 
   std::mt19937 rng_{17};
 };
 
-INSTANTIATE_TEST_SUITE_P(Wire, WirePayload, testing::ValuesIn(kValuesNames),
+INSTANTIATE_TEST_SUITE_P(Wire, WirePayload, testing::ValuesIn(kValueFormatNames),
                          [](const auto& test) { return std::string(test.param); });
 
 TEST_P(WirePayload, KeepsEntriesOfAllDensities) {
@@ -320,7 +320,7 @@ TEST(WirePayloadSize, IndicesTakeNoByteMoreThanRiceCodes) {
         }
         bits += least;
       }
-      EXPECT_EQ(payload_of(Values::fp32, model, entries).size(),
+      EXPECT_EQ(payload_of(ValueFormat::fp32, model, entries).size(),
                 kCountBytes + 1 + (bits + 7) / 8 + 4 * entries.size())
           << universe << ' ' << density;
     }
@@ -336,7 +336,7 @@ TEST(WireSize, AnIndexTakesItsEntropyAndLittleMore) {
     const double p = count / universe;
     const double entropy = -std::log2(p) - (1 - p) / p * std::log2(1 - p);
     const std::size_t indices =
-        payload_of(Values::bf16, model, entries).size() - kCountBytes - 1 - 2 * entries.size();
+        payload_of(ValueFormat::bf16, model, entries).size() - kCountBytes - 1 - 2 * entries.size();
     EXPECT_LE(static_cast<double>(8 * indices) / count, entropy + 0.15) << density;
   };
   expect_near_entropy(2'000'000, 0.01);
@@ -346,7 +346,7 @@ TEST(WireSize, AnIndexTakesItsEntropyAndLittleMore) {
 // ---- payloads that are refused -----------------------------------------------------------------
 
 /// The text of the WireError; empty if the payload is accepted, and then it must give entries.
-std::string refusal(Values format, const Model& model, std::span<const std::byte> payload) {
+std::string refusal(ValueFormat format, const Model& model, std::span<const std::byte> payload) {
   // A copy without spare room, so that the sanitizer sees a reader that runs over the end.
   const std::vector<std::byte> exact(payload.begin(), payload.end());
   SparseVector read;
@@ -391,7 +391,7 @@ TEST_P(WirePayload, DamagedOnesAreEntriesOrRefused) {
 
 /// A payload that claims `count` values, with these bytes for flags and indices. The bytes of its
 /// values are zeros: in indices they would go on and on.
-Bytes forged(Values format, std::uint32_t count, const std::vector<unsigned>& head) {
+Bytes forged(ValueFormat format, std::uint32_t count, const std::vector<unsigned>& head) {
   Bytes payload(kCountBytes);
   store(payload.data(), count);
   for (const unsigned byte : head) payload.push_back(static_cast<std::byte>(byte));
@@ -402,7 +402,7 @@ Bytes forged(Values format, std::uint32_t count, const std::vector<unsigned>& he
 TEST(WirePayloadRefusal, IndicesStayInTheUniverse) {
   const auto refusal_of = [](Index universe, std::uint32_t count,
                              const std::vector<unsigned>& head) {
-    return refusal(Values::fp16, one_piece(universe), forged(Values::fp16, count, head));
+    return refusal(ValueFormat::fp16, one_piece(universe), forged(ValueFormat::fp16, count, head));
   };
   // k = 0: five zeros, then gaps in unary.
   EXPECT_EQ(refusal_of(10, 2, {0, 0b0010'0000, 0b100000}), "");    // 0 and 8 more
@@ -427,19 +427,19 @@ TEST(WirePayloadRefusal, FullBlocksHaveNoLargerParameter) {
   store(payload.data(), std::uint32_t{256});
   payload[kCountBytes] = std::byte{0};
   payload[kCountBytes + 1] = std::byte{25};
-  EXPECT_EQ(refusal(Values::fp32, model, payload),
+  EXPECT_EQ(refusal(ValueFormat::fp32, model, payload),
             "message: parameter of a full block is 25, expected at most 24");
   // 256 low parts of 24 bits, all ones, add up to 2^32 - 256: one more and indices would wrap
   // round.
   payload[kCountBytes + 1] = std::byte{0xf8};
-  EXPECT_NE(refusal(Values::fp32, model, payload), "");
+  EXPECT_NE(refusal(ValueFormat::fp32, model, payload), "");
 }
 
 TEST(WirePayloadRefusal, ALyingCountAllocatesNothing) {
   const auto refusal_of = [](Index universe, const Bytes& payload) -> std::string {
     SparseVector entries;
     try {
-      decode_entries(Values::fp32, one_piece(universe).pieces, payload, entries);
+      decode_entries(ValueFormat::fp32, one_piece(universe).pieces, payload, entries);
     } catch (const WireError& error) {
       EXPECT_EQ(entries.indices.capacity(), 0u);
       EXPECT_EQ(entries.values.capacity(), 0u);
@@ -448,13 +448,13 @@ TEST(WirePayloadRefusal, ALyingCountAllocatesNothing) {
     return "";
   };
   for (const std::uint32_t count : {1000u, 0x7fffffffu, 0xffffffffu}) {
-    EXPECT_NE(refusal_of(kLargestUniverse, forged(Values::fp32, count, {0, 2, 3})), "");
+    EXPECT_NE(refusal_of(kLargestUniverse, forged(ValueFormat::fp32, count, {0, 2, 3})), "");
   }
-  EXPECT_EQ(refusal_of(kLargestUniverse, forged(Values::fp32, 21, {0, 2, 3})),
+  EXPECT_EQ(refusal_of(kLargestUniverse, forged(ValueFormat::fp32, 21, {0, 2, 3})),
             "message: payload length is 87, expected at least 89 for 21 entries");
-  EXPECT_EQ(refusal_of(kLargestUniverse, forged(Values::fp32, 1, {1})),
+  EXPECT_EQ(refusal_of(kLargestUniverse, forged(ValueFormat::fp32, 1, {1})),
             "message: count is 1, expected 4294967295 to 4294967295");
-  EXPECT_EQ(refusal_of(10, forged(Values::fp32, 11, std::vector<unsigned>(11))),
+  EXPECT_EQ(refusal_of(10, forged(ValueFormat::fp32, 11, std::vector<unsigned>(11))),
             "message: count is 11, expected 0 to 10");
   EXPECT_EQ(refusal_of(10, Bytes(4)), "message: payload length is 4, expected at least 5");
 }
@@ -462,17 +462,18 @@ TEST(WirePayloadRefusal, ALyingCountAllocatesNothing) {
 TEST(WirePayloadRefusal, MistakesOfTheCallerChangeNothing) {
   const Piece ten[] = {{0, 10}}, apart[] = {{0, 2}, {4, 10}};
   Bytes out(5);
-  const auto expect_refused = [&out](Values format, Pieces pieces, const SparseVector& entries) {
+  const auto expect_refused = [&out](ValueFormat format, Pieces pieces,
+                                     const SparseVector& entries) {
     SparseVector rounded;
     EXPECT_THROW(encode_entries(format, pieces, entries, out, rounded), std::invalid_argument);
     EXPECT_EQ(out.size(), 5u);
   };
-  expect_refused(Values::fp32, ten, entries_at({3, 10}));
-  expect_refused(Values::fp32, apart, entries_at({1, 3, 5}));
+  expect_refused(ValueFormat::fp32, ten, entries_at({3, 10}));
+  expect_refused(ValueFormat::fp32, apart, entries_at({1, 3, 5}));
   auto uneven = entries_at({3, 4});
   uneven.values.pop_back();
-  expect_refused(Values::fp32, ten, uneven);
-  expect_refused(static_cast<Values>(kValuesNames.size()), ten, entries_at({3, 4}));
+  expect_refused(ValueFormat::fp32, ten, uneven);
+  expect_refused(static_cast<ValueFormat>(kValueFormatNames.size()), ten, entries_at({3, 4}));
 }
 
 // ---- seals -------------------------------------------------------------------------------------
@@ -481,7 +482,7 @@ constexpr std::uint32_t kRound = 5;
 const Identity kExpected{.origin = 0x123456789abcdef0, .contents = 0x5eed};
 const Model kSmall = one_piece(60000);
 
-Bytes small_payload(Values format) {
+Bytes small_payload(ValueFormat format) {
   return payload_of(format, kSmall, entries_at({0, 5, 6, 300, 20000, 59999}));
 }
 
@@ -490,7 +491,7 @@ std::string refusal(const Identity& expected, std::uint32_t round,
                     std::span<const std::byte> message) {
   const std::vector<std::byte> exact(message.begin(), message.end());
   try {
-    return refusal(Values::bf16, kSmall, open(expected, round, exact));
+    return refusal(ValueFormat::bf16, kSmall, open(expected, round, exact));
   } catch (const WireError& error) {
     return error.what();
   }
@@ -503,7 +504,7 @@ TEST(WireSeal, HasThisLayout) {
   // The count; no piece is whole; k = 6 in 5 bits, 1, four zeros, 1, 3 and 40 in 6 bits each; two
   // values.
   const std::uint8_t expected[] = {2, 0, 0, 0, 0, 0x26, 0x1c, 0x50, 0x80, 0x3f, 0x00, 0xc0};
-  const Bytes payload = payload_of(Values::bf16, one_piece(0xd1d2d3d4), entries);
+  const Bytes payload = payload_of(ValueFormat::bf16, one_piece(0xd1d2d3d4), entries);
   EXPECT_TRUE(equal_bits(payload, expected));
   const Bytes message = sealed(kExpected, kRound, payload);
   const std::uint8_t seal[] = {0x43, 0x3c, 0x37, 0xca, 0x96, 0xe9};  // contents, checksum
@@ -512,7 +513,7 @@ TEST(WireSeal, HasThisLayout) {
 }
 
 TEST(WireSeal, TellsDamageFromDisagreement) {
-  const Bytes message = sealed(kExpected, kRound, small_payload(Values::bf16));
+  const Bytes message = sealed(kExpected, kRound, small_payload(ValueFormat::bf16));
   const auto text_for = [&](auto change) {
     Identity other = kExpected;
     std::uint32_t round = kRound;
@@ -535,7 +536,7 @@ TEST(WireSeal, TellsDamageFromDisagreement) {
 }
 
 TEST(WireSeal, EveryFlippedByteIsFound) {
-  const Bytes good = sealed(kExpected, kRound, small_payload(Values::bf16));
+  const Bytes good = sealed(kExpected, kRound, small_payload(ValueFormat::bf16));
   for (std::size_t i = 0; i < good.size(); ++i) {
     for (unsigned flip = 1; flip < 256; ++flip) {
       Bytes bad = good;
@@ -546,7 +547,7 @@ TEST(WireSeal, EveryFlippedByteIsFound) {
 }
 
 TEST(WireSeal, EveryOtherLengthIsFound) {
-  const Bytes payload = small_payload(Values::bf16);
+  const Bytes payload = small_payload(ValueFormat::bf16);
   const Bytes good = sealed(kExpected, kRound, payload);
   for (std::size_t length = 0; length < good.size(); ++length) {
     EXPECT_NE(refusal(kExpected, kRound, std::span(good).first(length)), "") << length;
@@ -581,10 +582,10 @@ class WireFuzz : public testing::Test {
     return std::uniform_int_distribution<std::size_t>(0, bound - 1)(rng_);
   }
   std::byte any_byte() { return static_cast<std::byte>(below(256)); }
-  Values any_format() { return static_cast<Values>(below(kValuesNames.size())); }
+  ValueFormat any_format() { return static_cast<ValueFormat>(below(kValueFormatNames.size())); }
 
   /// As a message, and as the payload of one that is sealed right.
-  void try_bytes(Values format, const Model& model, const Bytes& bytes) {
+  void try_bytes(ValueFormat format, const Model& model, const Bytes& bytes) {
     EXPECT_THROW(open(kExpected, kRound, bytes), WireError);
     const Bytes message = sealed(kExpected, kRound, bytes);
     const auto payload = open(kExpected, kRound, message);
@@ -620,7 +621,7 @@ TEST_F(WireFuzz, RandomBytesAreAMessageOrAnError) {
 
 TEST_F(WireFuzz, ChangedMessagesAreAMessageOrAnError) {
   for (int time = 0; time < kTimes; ++time) {
-    const Values format = any_format();
+    const ValueFormat format = any_format();
     Bytes payload = small_payload(format);
     for (std::size_t changes = 1 + below(4); changes > 0; --changes) {
       const std::size_t at = below(payload.size());

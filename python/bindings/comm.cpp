@@ -24,11 +24,11 @@ using namespace nb::literals;
 using topreduce::CommError;
 using topreduce::WireError;
 using topreduce::comm::at;
+using topreduce::comm::Backoff;
 using topreduce::comm::Communicator;
 using topreduce::comm::Decorator;
 using topreduce::comm::Inbox;
 using topreduce::comm::Loss;
-using topreduce::comm::Patience;
 using topreduce::comm::Place;
 
 namespace {
@@ -157,12 +157,12 @@ class PythonCommunicator final : public Communicator {
 
   // Long waits are rare, so this may cost a little: it lets Ctrl-C through. Time in which this
   // process stood still does not count.
-  void still_waiting(Patience::Clock::duration waited) override {
+  void still_waiting(Backoff::Clock::duration waited) override {
     constexpr std::chrono::milliseconds kBetween(100), kMost(1000);
-    if (waited < summary_) summary_ = counted_ = {};  // another wait
-    if (waited < summary_ + kBetween) return;
-    counted_ += std::min<Patience::Clock::duration>(waited - summary_, kMost);
-    summary_ = waited;
+    if (waited < seen_) seen_ = counted_ = {};  // another wait
+    if (waited < seen_ + kBetween) return;
+    counted_ += std::min<Backoff::Clock::duration>(waited - seen_, kMost);
+    seen_ = waited;
     const nb::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
     call("still_waiting", std::chrono::duration<double>(counted_).count());
@@ -192,7 +192,7 @@ class PythonCommunicator final : public Communicator {
   std::size_t frame_limit_;
   bool part_ = false;
   bool asked_ = false, polls_ = false, drains_ = false;  // what the subclass implements
-  Patience::Clock::duration summary_{}, counted_{};      // of the wait
+  Backoff::Clock::duration seen_{}, counted_{};          // of the wait
   std::mutex mutex_;
   std::optional<Places> places_;
 };

@@ -32,7 +32,7 @@ std::vector<Piece> pieces_of(Input& input, Index universe) {
   return pieces;
 }
 
-void check_entries(Values format, Pieces pieces, const SparseVector& entries) {
+void check_entries(ValueFormat format, Pieces pieces, const SparseVector& entries) {
   require(entries.indices.size() == entries.values.size());
   require(std::ranges::adjacent_find(entries.indices, std::greater_equal<>{}) ==
           entries.indices.end());
@@ -49,9 +49,9 @@ void check_entries(Values format, Pieces pieces, const SparseVector& entries) {
 void check_journey(Pieces pieces, const SparseVector& entries) {
   SparseVector sent = entries, received;
   Bytes payload;
-  encode_entries(Values::fp32, pieces, sent, payload, sent);
+  encode_entries(ValueFormat::fp32, pieces, sent, payload, sent);
   const Bytes message = sealed(kIdentity, kRound, payload);
-  decode_entries(Values::fp32, pieces, open(kIdentity, kRound, message), received);
+  decode_entries(ValueFormat::fp32, pieces, open(kIdentity, kRound, message), received);
   require(received.indices == sent.indices);
   require(equal_bits(received.values, sent.values));
 }
@@ -69,7 +69,7 @@ void receive(const Bytes& message, Read&& read) {
 
 void fuzz(Input input) {
   const unsigned choice = input.byte();
-  const auto format = static_cast<Values>(choice % kValuesNames.size());
+  const auto format = static_cast<ValueFormat>(choice % kValueFormatNames.size());
   Index universe = input.word();
   if (choice >= 224) universe = 0xffffffff - universe;
   const auto pieces = pieces_of(input, universe);

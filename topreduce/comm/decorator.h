@@ -24,7 +24,7 @@ class TOPREDUCE_API Decorator : public Communicator {
   }
   std::size_t frame_limit() const override { return inner_->frame_limit(); }
   std::chrono::microseconds spin() const override { return inner_->spin(); }
-  void still_waiting(Patience::Clock::duration waited) override { inner_->still_waiting(waited); }
+  void still_waiting(Backoff::Clock::duration waited) override { inner_->still_waiting(waited); }
 
  private:
   Communicator* inner_;

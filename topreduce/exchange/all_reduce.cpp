@@ -21,7 +21,7 @@ void for_each_piece(const Cuts& cuts, int r, int ranks, Visit&& visit) {
 }
 
 // Loads the pieces of one rank, one after the other, and their lengths.
-void load(const Cuts& cuts, int r, int ranks, std::span<const float> from, auto& part) {
+void collect_part(const Cuts& cuts, int r, int ranks, std::span<const float> from, auto& part) {
   make_room(part.values, from.size() / comm::at(ranks) + cuts.size());
   make_room(part.lengths, cuts.size());
   part.values.clear();
@@ -35,8 +35,8 @@ void load(const Cuts& cuts, int r, int ranks, std::span<const float> from, auto&
   part.rounded.resize(part.values.size());
 }
 
-void store(const Cuts& cuts, int r, int ranks, std::span<const float> part,
-           std::span<float> target) {
+void scatter_part(const Cuts& cuts, int r, int ranks, std::span<const float> part,
+                  std::span<float> target) {
   for_each_piece(cuts, r, ranks, [&](std::size_t start, std::size_t place, std::size_t length) {
     std::ranges::copy(part.subspan(place, length),
                       target.begin() + static_cast<std::ptrdiff_t>(start));
@@ -58,16 +58,16 @@ Task reduce_parts(Channel& channel, const Cuts& cuts, std::span<float> values,
     Stopwatch watch(channel.seconds(Stage::pack));
     for (int turn = 0; turn < ranks; ++turn) {
       const int r = (rank + turn) % ranks;
-      load(cuts, r, ranks, values, part);
+      collect_part(cuts, r, ranks, values, part);
       channel.post_values(split, r == rank ? Channel::kNobody : r, part.lengths, part.values,
                           part.rounded);
-      if (!settled.empty()) store(cuts, r, ranks, part.rounded, settled);
+      if (!settled.empty()) scatter_part(cuts, r, ranks, part.rounded, settled);
     }
   }
   co_await channel.arrival(split);
   {
     Stopwatch watch(channel.seconds(Stage::unpack));
-    load(cuts, rank, ranks, values, part);
+    collect_part(cuts, rank, ranks, values, part);
     make_room(sum, part.values.size());
     sum.resize(part.values.size());
     for (int r = 0; r < ranks; ++r) {
@@ -85,7 +85,7 @@ Task reduce_parts(Channel& channel, const Cuts& cuts, std::span<float> values,
   {
     Stopwatch watch(channel.seconds(Stage::pack));
     channel.post_values_to_all(gather, part.lengths, sum, part.rounded);
-    store(cuts, rank, ranks, part.rounded, values);
+    scatter_part(cuts, rank, ranks, part.rounded, values);
     // The owner rounds the sum for everyone, so the owner owes what that changed.
     if (!settled.empty()) {
       for_each_piece(cuts, rank, ranks,
@@ -100,9 +100,9 @@ Task reduce_parts(Channel& channel, const Cuts& cuts, std::span<float> values,
   Stopwatch watch(channel.seconds(Stage::unpack));
   for (int r = 0; r < ranks; ++r) {
     if (r == rank) continue;
-    load(cuts, r, ranks, values, part);  // for its lengths
+    collect_part(cuts, r, ranks, values, part);  // for its lengths
     channel.read_values(gather, r, part.lengths, part.rounded);
-    store(cuts, r, ranks, part.rounded, values);
+    scatter_part(cuts, r, ranks, part.rounded, values);
   }
   channel.close(gather);
 }
@@ -133,12 +133,12 @@ Task all_reduce(Channel& channel, const CompensatedGradient& compensated,
   co_await reduce_parts(channel, *cuts, values, settled);
 }
 
-Task all_reduce(Channel& channel, wire::Values format, std::span<float> values,
+Task all_reduce(Channel& channel, wire::ValueFormat format, std::span<float> values,
                 std::span<float> settled) {
   const auto parts = comm::at(channel.ranks());
   const auto cuts = lend_cuts(channel);
   for (std::size_t r = 0; r <= parts; ++r) cuts->push_back(values.size() * r / parts);
-  const wire::Values given = channel.set_values(wire::without_scales(format));
+  const wire::ValueFormat given = channel.set_values(wire::without_scales(format));
   co_await reduce_parts(channel, *cuts, values, settled);
   channel.set_values(given);
 }

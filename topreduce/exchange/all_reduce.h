@@ -17,7 +17,7 @@ Task all_reduce(Channel& channel, const CompensatedGradient& compensated,
 
 /// The same for values that have no places, in parts of even size. They travel in `format`, or in
 /// 16 bits if that has scales: scales for many values would depend on the bucket cut.
-Task all_reduce(Channel& channel, wire::Values format, std::span<float> values,
+Task all_reduce(Channel& channel, wire::ValueFormat format, std::span<float> values,
                 std::span<float> settled);
 
 }  // namespace topreduce::exchange

@@ -297,7 +297,7 @@ void Channel::read_values(const Round& round, int from, std::span<const std::siz
   }
 }
 
-void take_from(const SparseVector& rounded, SparseVector& exact) {
+void to_rounding_error(const SparseVector& rounded, SparseVector& exact) {
   std::size_t next = 0;
   for (std::size_t i = 0; i < exact.size(); ++i) {
     const bool there = next < rounded.size() && rounded.indices[next] == exact.indices[i];

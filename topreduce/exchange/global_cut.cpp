@@ -48,7 +48,7 @@ Task GlobalCut::find(const SparseVector& mine, std::size_t k, Channel& channel) 
       histogram_[bin] = static_cast<float>(counts[bin] % kLowCount);
       histogram_[kBins + bin] = static_cast<float>(counts[bin] / kLowCount);
     }
-    co_await all_reduce(channel, wire::Values::fp32, histogram_, {});
+    co_await all_reduce(channel, wire::ValueFormat::fp32, histogram_, {});
 
     std::size_t bin = kBins - 1;
     for (; bin > 0 && count_at(histogram_, bin) < wanted; --bin) {

@@ -53,7 +53,7 @@ class GTopk final : public Exchange {
       const auto meeting = channel.send(to, *sum, *rounded, from);
       if (sends) {
         changes->back().assign(*sum);
-        take_from(*rounded, changes->back());
+        to_rounding_error(*rounded, changes->back());
         break;  // the sum is the other's now
       }
       co_await channel.arrival(meeting);
@@ -68,7 +68,7 @@ class GTopk final : public Exchange {
       changes->back().assign(*sum);
       rounded->assign(*sum);
       if (ranks > 1) channel.encode(channel.parameters(), *sum, *rounded, *payload);
-      take_from(*rounded, changes->back());
+      to_rounding_error(*rounded, changes->back());
       result.sum.assign(*rounded);
     }
     for (int round = rounds; round-- > 0;) {

@@ -17,7 +17,6 @@
 #include <array>
 #include <cassert>
 #include <cmath>
-#include <cstring>
 #include <functional>
 #include <numeric>
 #include <stdexcept>
@@ -33,7 +32,7 @@ namespace {
 
 constexpr std::size_t kCountBytes = sizeof(std::uint32_t);
 
-enum class Extent : unsigned { listed = 0, full = 1, filled = 2 };
+enum class Extent : unsigned { listed = 0, full = 1, zero_filled = 2 };
 
 // An index costs a bit for every place and a 32nd for every entry at most: the bitmap that Rice
 // codes become. Where zeros at all other places take less, they are written instead. Decided by
@@ -42,7 +41,7 @@ Extent extent_of(const Format& format, std::size_t count, std::size_t size) {
   if (count == size) return size > 0 ? Extent::full : Extent::listed;
   if (!format.has_zero) return Extent::listed;
   const std::size_t listed = 8 * format.run_bytes(count) + size + count / 32;
-  return 8 * format.run_bytes(size) <= listed ? Extent::filled : Extent::listed;
+  return 8 * format.run_bytes(size) <= listed ? Extent::zero_filled : Extent::listed;
 }
 
 std::size_t extent_bytes(Pieces pieces) {
@@ -58,8 +57,8 @@ Extent read_extent(const std::byte* extents, std::size_t piece) {
 }
 
 // Moves entries down to `out`, without their zeros; returns the new end.
-std::size_t move_down_nonzero(SparseVector& entries, std::size_t first, std::size_t last,
-                              std::size_t out) {
+std::size_t compact_nonzero(SparseVector& entries, std::size_t first, std::size_t last,
+                            std::size_t out) {
   for (std::size_t i = first; i < last; ++i) {
     entries.indices[out] = entries.indices[i];
     entries.values[out] = entries.values[i];
@@ -97,7 +96,7 @@ class GapStream {
     }
   }
 
-  RiceWriter& end() {
+  RiceWriter& finish() {
     if (filled_ > 0) flush();
     return writer_;
   }
@@ -132,9 +131,10 @@ void check(Pieces pieces, const SparseVector& entries) {
 // A piece with zeros at all places that are not among `entries`, some blocks at a time. Receivers
 // cannot tell a zero from a place where nothing was: entries that become one are left out. Returns
 // the new end of `rounded`, which has `kept` entries so far.
-std::size_t encode_filled(const Format& format, const Piece& piece, std::span<const Index> indices,
-                          const float* values, std::byte*& codes, SparseVector& rounded,
-                          std::size_t kept, bool& finite) {
+std::size_t encode_zero_filled(const Format& format, const Piece& piece,
+                               std::span<const Index> indices, const float* values,
+                               std::byte*& codes, SparseVector& rounded, std::size_t kept,
+                               bool& finite) {
   constexpr std::size_t kPlaces = 512;
   static_assert(kPlaces % 64 == 0);
   std::size_t next = 0;
@@ -158,7 +158,7 @@ std::size_t encode_filled(const Format& format, const Piece& piece, std::span<co
 
 }  // namespace
 
-bool encode_entries(Values values, Pieces pieces, const SparseVector& entries, Bytes& out,
+bool encode_entries(ValueFormat values, Pieces pieces, const SparseVector& entries, Bytes& out,
                     SparseVector& rounded) {
   const Format& format = format_of(values);
   check(pieces, entries);
@@ -181,18 +181,18 @@ bool encode_entries(Values values, Pieces pieces, const SparseVector& entries, B
     gaps.put(indices.subspan(first, last - first), before - begin);
     before += end - begin;
   });
-  RiceWriter& rice = gaps.end();
+  RiceWriter& rice = gaps.finish();
   store(out.data() + start, static_cast<std::uint32_t>(count));
 
   bool finite = true;
-  std::byte* codes = rice.end();
+  std::byte* codes = rice.finish();
   if (&rounded != &entries) rounded.resize(entries.size());
   std::size_t kept = 0;
   for_each_range(indices, pieces, [&](std::size_t p, std::size_t first, std::size_t last) {
     const auto range = indices.subspan(first, last - first);
     const float* const from = entries.values.data() + first;
-    if (read_extent(extents, p) == Extent::filled) {
-      kept = encode_filled(format, pieces[p], range, from, codes, rounded, kept, finite);
+    if (read_extent(extents, p) == Extent::zero_filled) {
+      kept = encode_zero_filled(format, pieces[p], range, from, codes, rounded, kept, finite);
       return;
     }
     finite &= format.encode({from, range.size()}, codes, rounded.values.data() + kept);
@@ -208,7 +208,7 @@ bool encode_entries(Values values, Pieces pieces, const SparseVector& entries, B
   return finite;
 }
 
-bool encode_values(Values values_format, std::span<const std::size_t> lengths,
+bool encode_values(ValueFormat values_format, std::span<const std::size_t> lengths,
                    std::span<const float> values, Bytes& out, std::span<float> rounded) {
   const Format& format = format_of(values_format);
   const std::size_t start = out.size();
@@ -228,7 +228,7 @@ bool encode_values(Values values_format, std::span<const std::size_t> lengths,
 
 // ---- reading -----------------------------------------------------------------------------------
 
-void decode_entries(Values values, Pieces pieces, std::span<const std::byte> payload,
+void decode_entries(ValueFormat values, Pieces pieces, std::span<const std::byte> payload,
                     SparseVector& entries) {
   const Format& format = format_of(values);
   const std::size_t before_indices = kCountBytes + extent_bytes(pieces);
@@ -248,7 +248,7 @@ void decode_entries(Values values, Pieces pieces, std::span<const std::byte> pay
   std::size_t places = 0, whole = 0;  // with indices, without
   for (std::size_t p = 0; p < pieces.size(); ++p) {
     const Extent extent = read_extent(extents, p);
-    if (extent > Extent::filled) throw WireError("message: extent is 3, expected at most 2");
+    if (extent > Extent::zero_filled) throw WireError("message: extent is 3, expected at most 2");
     (extent == Extent::listed ? places : whole) += pieces[p].end - pieces[p].begin;
   }
   if (count < whole || count - whole > places) {
@@ -281,7 +281,7 @@ void decode_entries(Values values, Pieces pieces, std::span<const std::byte> pay
       read_run(first, end - begin);
       std::iota(entries.indices.begin() + static_cast<std::ptrdiff_t>(first),
                 entries.indices.begin() + static_cast<std::ptrdiff_t>(out), begin);
-      if (extent == Extent::filled) out = move_down_nonzero(entries, first, out, first);
+      if (extent == Extent::zero_filled) out = compact_nonzero(entries, first, out, first);
       continue;
     }
     const auto shift = static_cast<Index>(begin - before);  // may wrap round, and back
@@ -302,7 +302,7 @@ void decode_entries(Values values, Pieces pieces, std::span<const std::byte> pay
   entries.resize(out);
 }
 
-void decode_values(Values values_format, std::span<const std::size_t> lengths,
+void decode_values(ValueFormat values_format, std::span<const std::size_t> lengths,
                    std::span<const std::byte> payload, std::span<float> values) {
   const Format& format = format_of(values_format);
   std::size_t bytes = 0, place = 0;

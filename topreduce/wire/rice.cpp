@@ -88,7 +88,7 @@ void RiceWriter::put(std::span<const Index> gaps, std::uint64_t sum) {
   }
 }
 
-std::byte* RiceWriter::end() {
+std::byte* RiceWriter::finish() {
   for (; filled_ > 0; filled_ -= std::min<std::uint64_t>(filled_, 8)) {
     *front_++ = static_cast<std::byte>(pending_);
     pending_ >>= 8;

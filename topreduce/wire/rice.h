@@ -33,7 +33,7 @@ class RiceWriter {
   void put(std::span<const Index> gaps, std::uint64_t sum);
 
   /// After the last block: the end of what grows upwards.
-  std::byte* end();
+  std::byte* finish();
   /// The start of what grows downwards.
   std::byte* back() const { return back_; }
 

@@ -17,7 +17,7 @@ struct Bf16Vectors {
   using Scalar = Bf16;
 #if HWY_TARGET != HWY_SCALAR
   static HWY_INLINE BitVector round(BitVector magnitude) {
-    return settle_bits(magnitude, clear_bits_of<16>(magnitude), Bf16::kLargest);
+    return saturate(magnitude, round_off_bits<16>(magnitude), Bf16::kLargest);
   }
   static HWY_INLINE BitVector narrow(BitVector magnitude) {
     return hn::ShiftRight<16>(magnitude);

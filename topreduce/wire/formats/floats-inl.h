@@ -38,14 +38,14 @@ using BitVector = hn::Vec<Bits>;
 
 /// As the scalar ones, see there.
 template <int kBits>
-HWY_INLINE BitVector clear_bits_of(BitVector magnitude) {
+HWY_INLINE BitVector round_off_bits(BitVector magnitude) {
   const Bits d;
   const auto odd = hn::And(hn::ShiftRight<kBits>(magnitude), hn::Set(d, 1));
   const auto up = hn::Add(magnitude, hn::Add(odd, hn::Set(d, (1 << (kBits - 1)) - 1)));
   return hn::And(up, hn::Set(d, ~((1 << kBits) - 1)));
 }
 
-HWY_INLINE BitVector settle_bits(BitVector magnitude, BitVector finite, std::uint32_t largest) {
+HWY_INLINE BitVector saturate(BitVector magnitude, BitVector finite, std::uint32_t largest) {
   const Bits d;
   const auto infinity = hn::Set(d, static_cast<std::int32_t>(kInfinity));
   const auto most = hn::Set(d, static_cast<std::int32_t>(largest));

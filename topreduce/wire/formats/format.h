@@ -4,7 +4,7 @@
 #include <span>
 #include <string_view>
 
-#include "topreduce/wire/values.h"
+#include "topreduce/wire/value_format.h"
 
 // Values travel in runs: those of one piece. Those that share a scale start anew with every run.
 
@@ -43,7 +43,7 @@ struct Format : Codec {
 };
 
 /// Throws std::invalid_argument for a number that no row has.
-const Format& format_of(Values values);
+const Format& format_of(ValueFormat values);
 
 namespace formats {
 // Each in a file of its own.

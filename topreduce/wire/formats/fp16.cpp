@@ -24,8 +24,8 @@ struct Fp16Vectors {
     const auto small = hn::BitCast(bits, hn::Sub(hn::Add(hn::BitCast(d, magnitude), half), half));
     const auto normal = hn::Set(bits, static_cast<std::int32_t>(Fp16::kSmallestNormal));
     const auto finite =
-        hn::IfThenElse(hn::Lt(magnitude, normal), small, clear_bits_of<13>(magnitude));
-    return settle_bits(magnitude, finite, Fp16::kLargest);
+        hn::IfThenElse(hn::Lt(magnitude, normal), small, round_off_bits<13>(magnitude));
+    return saturate(magnitude, finite, Fp16::kLargest);
   }
 
   static HWY_INLINE BitVector narrow(BitVector magnitude) {

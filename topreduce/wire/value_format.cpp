@@ -1,4 +1,4 @@
-#include "topreduce/wire/values.h"
+#include "topreduce/wire/value_format.h"
 
 #include <stdexcept>
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace topreduce::wire {
 
-const Format& format_of(Values values) {
+const Format& format_of(ValueFormat values) {
   static const Format rows[] = {
 #define FORMAT(name, bits, values_per_scale, has_zero) \
   {formats::name(), #name, bits, values_per_scale, has_zero},
@@ -21,15 +21,15 @@ const Format& format_of(Values values) {
   return rows[number];
 }
 
-std::size_t values_per_scale(Values format) {
+std::size_t values_per_scale(ValueFormat format) {
   return format_of(format).values_per_scale;
 }
 
-Values without_scales(Values format) {
-  return values_per_scale(format) > 1 ? Values::bf16 : format;
+ValueFormat without_scales(ValueFormat format) {
+  return values_per_scale(format) > 1 ? ValueFormat::bf16 : format;
 }
 
-double bits_per_value(Values format) {
+double bits_per_value(ValueFormat format) {
   const Format& found = format_of(format);
   return found.bits +
          (found.values_per_scale > 1 ? 16.0 / static_cast<double>(found.values_per_scale) : 0.0);

@@ -8,24 +8,24 @@ namespace topreduce::exchange {
 
 /// Memory of the coroutines of one exchange, kept from step to step: a steady step allocates
 /// nothing, whatever comes first. It must outlive them.
-class FramePool {
+class CoroutinePool {
  public:
-  FramePool() = default;
-  FramePool(const FramePool&) = delete;
-  FramePool& operator=(const FramePool&) = delete;
-  ~FramePool() {
+  CoroutinePool() = default;
+  CoroutinePool(const CoroutinePool&) = delete;
+  CoroutinePool& operator=(const CoroutinePool&) = delete;
+  ~CoroutinePool() {
     for (const Spare& spare : spares_) ::operator delete(spare.memory);
   }
 
   /// From `pool`, or, if that is null, from the heap.
-  static void* allocate(std::size_t size, FramePool* pool) {
+  static void* allocate(std::size_t size, CoroutinePool* pool) {
     void* const memory = pool != nullptr ? pool->take(size) : ::operator new(kHead + size);
-    *static_cast<FramePool**>(memory) = pool;
+    *static_cast<CoroutinePool**>(memory) = pool;
     return static_cast<std::byte*>(memory) + kHead;
   }
   static void release(void* frame, std::size_t size) {
     void* const memory = static_cast<std::byte*>(frame) - kHead;
-    FramePool* const pool = *static_cast<FramePool**>(memory);
+    CoroutinePool* const pool = *static_cast<CoroutinePool**>(memory);
     if (pool == nullptr) return ::operator delete(memory);
     pool->spares_.push_back({memory, size});
   }
@@ -36,7 +36,7 @@ class FramePool {
     std::size_t size;
   };
   static constexpr std::size_t kHead = __STDCPP_DEFAULT_NEW_ALIGNMENT__;  // whose it is
-  static_assert(kHead >= sizeof(FramePool*));
+  static_assert(kHead >= sizeof(CoroutinePool*));
 
   void* take(std::size_t size) {
     for (Spare& spare : spares_) {
