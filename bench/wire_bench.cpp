@@ -16,8 +16,9 @@
 #include "topreduce/kernels/kernels.h"
 #include "topreduce/reducer.h"
 #include "topreduce/wire/gap_block.h"
-#include "topreduce/wire/message.h"
+#include "topreduce/wire/payload.h"
 #include "topreduce/wire/rice.h"
+#include "topreduce/wire/seal.h"
 
 namespace topreduce {
 namespace {
@@ -93,7 +94,7 @@ std::size_t write_rice(std::span<const Index> indices, Bytes& bytes) {
     following = indices[count - 1] + std::size_t{1};
     indices = indices.subspan(count);
   }
-  std::byte* const end = writer.end();
+  std::byte* const end = writer.finish();
   std::byte* const all = std::copy(writer.back(), bytes.data() + bytes.size(), end);
   return static_cast<std::size_t>(all - bytes.data());
 }
@@ -138,11 +139,24 @@ void compare_all_codes() {
 
 // ---- nanoseconds per entry ---------------------------------------------------------------------
 
-/// Four ranks' messages about one model of 40 parameters, on one thread, headers and checksums
-/// included.
+/// Appends a message with `entries`, as an exchange sends it; they become what receivers read.
+void pack(wire::ValueFormat values, wire::Pieces pieces, SparseVector& entries, Bytes& out) {
+  const std::size_t start = out.size();
+  out.resize(start + wire::kSealBytes);
+  wire::encode_entries(values, pieces, entries, out, entries);
+  const auto payload = std::span(out).subspan(start + wire::kSealBytes);
+  std::ranges::copy(wire::seal({}, 0, payload), out.begin() + static_cast<std::ptrdiff_t>(start));
+}
+
+void unpack(wire::ValueFormat values, wire::Pieces pieces, std::span<const std::byte> message,
+            SparseVector& entries) {
+  wire::decode_entries(values, pieces, wire::open({}, 0, message), entries);
+}
+
+/// Four ranks' messages about one model of 40 parameters, on one thread, seals included.
 class Journey {
  public:
-  Journey(double density, wire::Values values) : envelope_{.universe = kPlaces, .values = values} {
+  Journey(double density, wire::ValueFormat values) : values_(values) {
     for (std::size_t p = 0; p < kPieces; ++p) {
       pieces_.push_back({static_cast<Index>(p * kPlaces / kPieces),
                          static_cast<Index>((p + 1) * kPlaces / kPieces)});
@@ -164,9 +178,9 @@ class Journey {
       for (std::size_t r = 0; r < kRanks; ++r) {
         sent_.assign(entries_[r]);  // packing rounds them
         out_.clear();
-        make_room(out_, wire::largest_message(sent_.size(), kPieces));
-        taken[0] += timed([&] { wire::pack(envelope_, pieces_, wire::Vote::yes, sent_, out_); });
-        taken[1] += timed([&] { wire::unpack(envelope_, pieces_, out_, parts_[r]); });
+        make_room(out_, wire::kSealBytes + wire::largest_payload(sent_.size(), kPieces));
+        taken[0] += timed([&] { pack(values_, pieces_, sent_, out_); });
+        taken[1] += timed([&] { unpack(values_, pieces_, out_, parts_[r]); });
       }
       taken[2] += timed([&] { adder_.add(parts_, kPlaces, sum_); });
       std::size_t count = 0;
@@ -185,7 +199,7 @@ class Journey {
  private:
   static constexpr std::size_t kPlaces = 10'000'000, kPieces = 40, kRanks = 4;
 
-  wire::Envelope envelope_;
+  wire::ValueFormat values_;
   std::vector<wire::Piece> pieces_;
   std::array<SparseVector, kRanks> entries_, parts_;
   SparseVector sent_, sum_;
@@ -202,8 +216,10 @@ void time_entries() {
               "unpack + add", "bits");
   for (const auto& [text, density] :
        {std::pair("0.1 %", 0.001), std::pair("1 %", 0.01), std::pair("10 %", 0.1)}) {
-    for (const wire::Values values : {wire::Values::int4, wire::Values::bf16, wire::Values::fp32}) {
-      Journey(density, values).measure(text, wire::kValuesNames[static_cast<std::size_t>(values)]);
+    for (const wire::ValueFormat values :
+         {wire::ValueFormat::int4, wire::ValueFormat::bf16, wire::ValueFormat::fp32}) {
+      Journey(density, values)
+          .measure(text, wire::kValueFormatNames[static_cast<std::size_t>(values)]);
     }
   }
 }
@@ -312,14 +328,13 @@ struct Model {
     std::ranges::fill(gradient, 1.0f);
   }
 
-  void pack_and_unpack(wire::Values values) {
-    const wire::Envelope envelope{.universe = kEntries, .values = values};
+  void pack_and_unpack(wire::ValueFormat values) {
     const wire::Piece whole[] = {{0, kEntries}};
     sent.assign(entries);  // packing rounds them
     out.clear();
-    make_room(out, wire::largest_message(sent.size(), 1));
-    wire::pack(envelope, whole, wire::Vote::yes, sent, out);
-    wire::unpack(envelope, whole, out, received);
+    make_room(out, wire::kSealBytes + wire::largest_payload(sent.size(), 1));
+    pack(values, whole, sent, out);
+    unpack(values, whole, out, received);
   }
 
   Buffer<float> owed = Buffer<float>(kEntries), gradient = Buffer<float>(kEntries);
@@ -332,9 +347,9 @@ void add_rows(Model& model) {
   const auto add = [&] { kernels::add(model.owed, model.gradient); };
   add_row("owed += gradient", add);
   add_row("owed += gradient (A/A)", add);
-  for (std::size_t i = 0; i < wire::kValuesNames.size(); ++i) {
-    add_row("pack + unpack 1 %, " + std::string(wire::kValuesNames[i]),
-            [&model, i] { model.pack_and_unpack(static_cast<wire::Values>(i)); });
+  for (std::size_t i = 0; i < wire::kValueFormatNames.size(); ++i) {
+    add_row("pack + unpack 1 %, " + std::string(wire::kValueFormatNames[i]),
+            [&model, i] { model.pack_and_unpack(static_cast<wire::ValueFormat>(i)); });
   }
 }
 

@@ -217,7 +217,7 @@ Bytes payload_of(const Floats& values) {
   Bytes bytes;
   Floats rounded(values);
   const std::size_t lengths[] = {values.size()};
-  wire::encode_values(wire::Values::fp32, lengths, values, bytes, rounded);
+  wire::encode_values(wire::ValueFormat::fp32, lengths, values, bytes, rounded);
   return bytes;
 }
 
@@ -356,7 +356,7 @@ wire::Identity identity_of(const Reducer& reducer) {
   return {.origin = Fingerprint()
                         .add(Fingerprint().add(description).value())
                         .add(reducer.step())
-                        .add(static_cast<std::uint64_t>(wire::Values::fp32))
+                        .add(static_cast<std::uint64_t>(wire::ValueFormat::fp32))
                         .long_value(),
           .contents = Fingerprint().add(parameters).add(reducer.layout().size()).long_value()};
 }

@@ -15,7 +15,7 @@
 #include "topreduce/comm/thread.h"
 #include "topreduce/pipeline.h"
 #include "topreduce/reducer.h"
-#include "topreduce/wire/values.h"
+#include "topreduce/wire/value_format.h"
 
 // Reducers on several ranks, driven step by step from one place, so that a test can compare what
 // all ranks hold before and after.

@@ -1,5 +1,5 @@
-// The payload of a message: value formats, the code of indices, and both together. Every kernel on
-// every instruction set of this machine equals its scalar reference.
+// How values are rounded and coded, and gaps between indices: every kernel on every instruction set
+// of this machine equals its scalar reference. What becomes of both together: wire_test.cpp.
 
 #include <algorithm>
 #include <bit>
@@ -16,16 +16,12 @@
 #include "topreduce/kernels/kernels.h"
 #include "topreduce/wire/formats/format.h"
 #include "topreduce/wire/gap_block.h"
+#include "topreduce/wire/little_endian.h"
 #include "topreduce/wire/payload.h"
-#include "topreduce/wire/rice.h"
+#include "wire_bytes.h"
 
 namespace topreduce::wire {
 namespace {
-
-template <class A, class B>
-bool equal_bits(const A& a, const B& b) {
-  return std::ranges::equal(std::as_bytes(std::span(a)), std::as_bytes(std::span(b)));
-}
 
 void on_every_target(const std::function<void()>& body) {
   for (const char* target : kernels::targets()) {
@@ -38,8 +34,8 @@ void on_every_target(const std::function<void()>& body) {
 
 std::vector<const Format*> all_formats() {
   std::vector<const Format*> all;
-  for (std::size_t i = 0; i < kValuesNames.size(); ++i) {
-    all.push_back(&format_of(static_cast<Values>(i)));
+  for (std::size_t i = 0; i < kValueFormatNames.size(); ++i) {
+    all.push_back(&format_of(static_cast<ValueFormat>(i)));
   }
   return all;
 }
@@ -49,28 +45,30 @@ std::vector<const Format*> all_formats() {
 // A row of formats.def that moves would change what is on the wire.
 TEST(WireFormats, HaveTheseNumbersAndSizes) {
   struct Row {
-    Values values;
+    ValueFormat values;
     std::size_t number;
     const char* name;
     std::size_t bytes_of_64, bytes_of_3;
   };
-  const Row rows[] = {{Values::fp32, 0, "fp32", 256, 12}, {Values::bf16, 1, "bf16", 128, 6},
-                      {Values::fp16, 2, "fp16", 128, 6},  {Values::int8, 3, "int8", 66, 5},
-                      {Values::int4, 4, "int4", 34, 4},   {Values::int2, 5, "int2", 18, 3},
-                      {Values::sign, 6, "sign", 10, 3}};
-  ASSERT_EQ(std::size(rows), kValuesNames.size());
+  const Row rows[] = {
+      {ValueFormat::fp32, 0, "fp32", 256, 12}, {ValueFormat::bf16, 1, "bf16", 128, 6},
+      {ValueFormat::fp16, 2, "fp16", 128, 6},  {ValueFormat::int8, 3, "int8", 66, 5},
+      {ValueFormat::int4, 4, "int4", 34, 4},   {ValueFormat::int2, 5, "int2", 18, 3},
+      {ValueFormat::sign, 6, "sign", 10, 3}};
+  ASSERT_EQ(std::size(rows), kValueFormatNames.size());
   for (const Row& row : rows) {
     const Format& format = format_of(row.values);
     EXPECT_EQ(static_cast<std::size_t>(row.values), row.number);
     EXPECT_EQ(format.name, row.name);
-    EXPECT_EQ(kValuesNames[row.number], row.name);
+    EXPECT_EQ(kValueFormatNames[row.number], row.name);
     EXPECT_EQ(format.run_bytes(64), row.bytes_of_64);
     EXPECT_EQ(format.run_bytes(128), 2 * row.bytes_of_64);
     EXPECT_EQ(format.run_bytes(67), row.bytes_of_64 + row.bytes_of_3);
     EXPECT_EQ(format.run_bytes(0), 0);
     EXPECT_EQ(bits_per_value(row.values), static_cast<double>(row.bytes_of_64) / 8);
   }
-  EXPECT_THROW(format_of(static_cast<Values>(kValuesNames.size())), std::invalid_argument);
+  EXPECT_THROW(format_of(static_cast<ValueFormat>(kValueFormatNames.size())),
+               std::invalid_argument);
 }
 
 /// Like gradients, with a long tail, tiny, huge, and with all that is awkward.
@@ -161,6 +159,220 @@ TEST(WireFormats, ReadAnyBytesAsTheirScalarReference) {
   });
 }
 
+// ---- rounding -------------------------------------------------------------------------------
+
+/// What values read as after their journey.
+std::vector<float> rounded(ValueFormat encoding, std::vector<float> values) {
+  Bytes payload;
+  const std::size_t lengths[] = {values.size()};
+  std::vector<float> received(values.size());
+  EXPECT_TRUE(encode_values(encoding, lengths, values, payload, values) ||
+              values_per_scale(encoding) > 1);
+  decode_values(encoding, lengths, payload, received);
+  EXPECT_TRUE(equal_bits(received, values));
+  return received;
+}
+
+float rounded(ValueFormat encoding, float value) {
+  return rounded(encoding, std::vector<float>{value}).front();
+}
+
+/// The definition: to the nearest multiple of the step at this size, ties to the even one.
+float nearest(float value, int digits, int smallest_exponent, double largest) {
+  if (value == 0) return value;
+  const int exponent = std::max(std::ilogb(value), smallest_exponent);
+  const double step = std::ldexp(1.0, exponent - digits);
+  const double near = std::nearbyint(static_cast<double>(value) / step) * step;
+  return static_cast<float>(std::copysign(std::min(std::abs(near), largest), value));
+}
+
+// Every bf16 number, every fp16 number, their neighbours and the ties between them.
+TEST(WireRounding, IsToNearestEven) {
+  std::vector<float> values;
+  const auto add = [&values](std::uint32_t bits) {
+    if (std::isfinite(std::bit_cast<float>(bits))) values.push_back(std::bit_cast<float>(bits));
+  };
+  for (std::uint32_t top = 0; top < 0x10000; ++top) {
+    for (const std::uint32_t low : {0x0000u, 0x0001u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) {
+      add((top << 16) | low);
+    }
+  }
+  for (std::uint32_t top = 0x33000; top <= 0x47800; ++top) {  // from 2^-25 to 2^16
+    for (const std::uint32_t low : {0x000u, 0x001u, 0xfffu}) {
+      add((top << 12) | low);
+      add((top << 12) | low | 0x80000000u);
+    }
+  }
+  const auto bf16 = rounded(ValueFormat::bf16, values), fp16 = rounded(ValueFormat::fp16, values);
+  int wrong = 0;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const float both[] = {bf16[i], fp16[i]};
+    const float expected[] = {nearest(values[i], 7, -126, 0x1.fep127),
+                              nearest(values[i], 10, -14, 65504)};
+    if (equal_bits(both, expected)) continue;
+    if (++wrong < 10) ADD_FAILURE() << std::hexfloat << values[i];
+  }
+  EXPECT_EQ(wrong, 0);
+  // One by one they go through other code than many at once.
+  for (std::size_t i = 0; i < values.size(); i += 97) {
+    EXPECT_EQ(rounded(ValueFormat::bf16, values[i]), bf16[i]);
+    EXPECT_EQ(rounded(ValueFormat::fp16, values[i]), fp16[i]);
+  }
+}
+
+TEST(WireRounding, SaturatesSoThatTheRestStaysOwed) {
+  constexpr float kMax = std::numeric_limits<float>::max();
+  for (const float sign : {1.0f, -1.0f}) {
+    EXPECT_EQ(rounded(ValueFormat::fp16, sign * 65519), sign * 65504);
+    EXPECT_EQ(rounded(ValueFormat::fp16, sign * 65520), sign * 65504);
+    EXPECT_EQ(rounded(ValueFormat::fp16, sign * 1e30f), sign * 65504);
+    EXPECT_EQ(rounded(ValueFormat::fp16, sign * kMax), sign * 65504);
+    EXPECT_EQ(rounded(ValueFormat::bf16, sign * kMax), sign * 0x1.fep127f);
+    EXPECT_EQ(rounded(ValueFormat::fp32, sign * kMax), sign * kMax);
+    EXPECT_EQ(rounded(ValueFormat::fp16, sign * 0x1p-24f), sign * 0x1p-24f);
+    EXPECT_EQ(rounded(ValueFormat::fp16, sign * 0x1p-25f), 0);
+  }
+}
+
+TEST(WireRounding, LetsInfinityAndNanThrough) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (const ValueFormat values : {ValueFormat::fp32, ValueFormat::bf16, ValueFormat::fp16}) {
+    EXPECT_EQ(rounded(values, kInfinity), kInfinity);
+    EXPECT_EQ(rounded(values, -kInfinity), -kInfinity);
+    for (const std::uint32_t bits : {0x7f800001u, 0x7fc00000u, 0x7fffffffu, 0xffffffffu}) {
+      EXPECT_TRUE(std::isnan(rounded(values, std::bit_cast<float>(bits))));
+    }
+  }
+}
+
+// ---- blocks that share a scale ----------------------------------------------------------------
+
+constexpr ValueFormat kBlockEncodings[] = {ValueFormat::int8, ValueFormat::int4, ValueFormat::int2,
+                                           ValueFormat::sign};
+
+/// Magnitudes from everywhere: like gradients, all alike, tiny, huge, mixed, with zeros.
+std::vector<std::vector<float>> many_blocks() {
+  std::mt19937 rng(11);
+  std::normal_distribution<float> normal;
+  std::vector<std::vector<float>> blocks;
+  for (int i = 0; i < 3000; ++i) {
+    std::vector<float> block(i % 3 == 0 ? 64 : 1 + rng() % 64);
+    const float unit = std::ldexp(1.0f, i % 5 == 0 ? static_cast<int>(rng() % 250) - 130 : 0);
+    for (float& x : block) {
+      x = normal(rng) * unit;
+      if (i % 4 == 1) x = std::copysign(unit, x) + x;  // no small ones
+      if (i % 4 == 2) x *= std::exp(3 * normal(rng));  // a long tail
+      if (i % 4 == 3)
+        x = rng() % 2 == 0 ? 0.0f : std::bit_cast<float>(static_cast<std::uint32_t>(rng()));
+      if (!std::isfinite(x)) x = std::numeric_limits<float>::max();
+    }
+    blocks.push_back(block);
+  }
+  blocks.push_back(std::vector<float>(64, 0.0f));
+  blocks.push_back(std::vector<float>(64, -0.0f));
+  blocks.push_back(std::vector<float>(64, std::numeric_limits<float>::max()));
+  blocks.push_back(std::vector<float>(64, std::numeric_limits<float>::denorm_min()));
+  return blocks;
+}
+
+TEST(WireBlocks, TheRestIsOwedToTheBit) {
+  for (const ValueFormat values : kBlockEncodings) {
+    for (const auto& block : many_blocks()) {
+      const auto read = rounded(values, block);
+      for (std::size_t i = 0; i < block.size(); ++i) {
+        ASSERT_TRUE(std::isfinite(read[i]));
+        if (values == ValueFormat::sign) continue;
+        const float owed = block[i] - read[i];
+        const double exact = static_cast<double>(block[i]) - static_cast<double>(read[i]);
+        ASSERT_EQ(static_cast<double>(owed), exact)
+            << kValueFormatNames[static_cast<std::size_t>(values)] << std::hexfloat << " of "
+            << block[i] << " as " << read[i];
+      }
+    }
+  }
+}
+
+// The definition of int8 and int4, in plain words.
+TEST(WireBlocks, AreTheNearestMultipleOfTheScale) {
+  const auto& blocks = many_blocks();
+  for (const auto& [values, most] :
+       {std::pair(ValueFormat::int8, 127.0f), std::pair(ValueFormat::int4, 7.0f)}) {
+    for (const auto& block : blocks) {
+      float largest = 0;
+      for (const float x : block) largest = std::max(largest, std::abs(x));
+      const float scale = rounded(
+          ValueFormat::bf16,
+          std::min(largest / most, values == ValueFormat::int8 ? 0x1.fep120f : 0x1.fep124f));
+      const auto read = rounded(values, block);
+      for (std::size_t i = 0; i < block.size(); ++i) {
+        const float quotient = scale > 0 ? std::min(std::abs(block[i]) / scale, most) : 0;
+        const float expected = std::copysign(std::nearbyint(quotient), block[i]) * scale;
+        ASSERT_EQ(read[i], expected) << block[i];
+      }
+    }
+  }
+}
+
+TEST(WireBlocks, ErrorsAreSmall) {
+  std::mt19937 rng(5);
+  std::normal_distribution<float> normal;
+  std::vector<float> chosen;  // the largest of 100 each
+  for (int i = 0; i < 6400; ++i) {
+    float most = 0;
+    for (int j = 0; j < 100; ++j) {
+      const float x = normal(rng) * std::exp(0.7f * normal(rng));
+      if (std::abs(x) > std::abs(most)) most = x;
+    }
+    chosen.push_back(most);
+  }
+  double energy = 0;
+  for (const float x : chosen) energy += static_cast<double>(x) * x;
+  const std::pair<ValueFormat, double> limits[] = {{ValueFormat::int8, 1e-4},
+                                                   {ValueFormat::int4, 0.02},
+                                                   {ValueFormat::int2, 0.18},
+                                                   {ValueFormat::sign, 0.25}};
+  for (const auto& [values, limit] : limits) {
+    const auto read = rounded(values, chosen);
+    double error = 0;
+    for (std::size_t i = 0; i < read.size(); ++i) error += std::pow(read[i] - chosen[i], 2.0);
+    EXPECT_LT(error / energy, limit) << kValueFormatNames[static_cast<std::size_t>(values)];
+  }
+}
+
+TEST(WireBlocks, WhatIsNotFiniteIsSaidAndBecomesZeros) {
+  for (const float bad : {std::numeric_limits<float>::infinity(), std::nanf("")}) {
+    for (const ValueFormat values : kBlockEncodings) {
+      std::vector<float> chunk(100, 1.0f), read(100);
+      chunk[70] = bad;
+      Bytes payload;
+      const std::size_t lengths[] = {chunk.size()};
+      EXPECT_FALSE(encode_values(values, lengths, chunk, payload, chunk));
+      decode_values(values, lengths, payload, read);
+      EXPECT_TRUE(equal_bits(read, chunk));
+      EXPECT_NE(read[0], 0.0f) << "another block";
+      EXPECT_EQ(std::ranges::count(std::span(read).subspan(64), 0.0f), 36);
+
+      const Piece whole[] = {{0, 100}};
+      SparseVector entries;
+      for (const Index index : {3u, 40u, 50u}) entries.push_back(index, index == 40 ? bad : 1.0f);
+      EXPECT_FALSE(encode_entries(values, whole, entries, payload, entries));
+    }
+  }
+}
+
+TEST(WireBlocks, ForeignScalesAreRefused) {
+  for (const ValueFormat values : kBlockEncodings) {
+    std::vector<float> chunk(3, 1.0f);
+    Bytes payload;
+    const std::size_t lengths[] = {chunk.size()};
+    encode_values(values, lengths, chunk, payload, chunk);
+    for (const unsigned scale : {0x7f80u, 0x7fc0u, 0xff80u, 0xffffu}) {
+      store(payload.data(), static_cast<std::uint16_t>(scale));
+      EXPECT_THROW(decode_values(values, lengths, payload, chunk), WireError) << scale;
+    }
+  }
+}
+
 // ---- blocks of gaps ----------------------------------------------------------------------------
 
 std::vector<Index> gaps_of(std::mt19937& rng, std::size_t count, unsigned bits) {
@@ -223,250 +435,6 @@ TEST(WireGaps, OnesAreFoundAsByTheScalarReference) {
       ASSERT_EQ(got, want);
     }
   });
-}
-
-// ---- payloads ----------------------------------------------------------------------------------
-
-struct Model {
-  Index universe;
-  std::vector<Piece> pieces;
-};
-
-Model one_piece(Index universe) {
-  return {universe, {{0, universe}}};
-}
-
-/// Pieces of odd sizes, some empty, some with room before them.
-Model many_pieces(std::mt19937& rng, Index universe) {
-  Model model{universe, {}};
-  for (Index at = 0; at < universe;) {
-    const auto below = [&rng](Index bound) { return static_cast<Index>(rng() % bound); };
-    const Index begin = below(3) == 0 ? std::min(universe, at + below(20)) : at;
-    const Index size = below(below(5) == 0 ? 3 : universe / 4 + 2);
-    at = std::min(universe, begin + size);
-    model.pieces.push_back({begin, at});
-  }
-  return model;
-}
-
-SparseVector entries_in(std::mt19937& rng, const Model& model, double density) {
-  std::bernoulli_distribution chosen(density);
-  std::normal_distribution<float> normal;
-  SparseVector entries;
-  for (const Piece& piece : model.pieces) {
-    for (Index i = piece.begin; i < piece.end; ++i) {
-      if (chosen(rng)) entries.push_back(i, normal(rng));
-    }
-  }
-  return entries;
-}
-
-/// Returns the payload.
-Bytes expect_round_trip(Values format, const Model& model, const SparseVector& entries) {
-  const SparseVector before = entries;
-  Bytes out(3, std::byte{7});
-  SparseVector rounded = before, read;  // is replaced
-  const Encoded encoded = encode_entries(format, model.pieces, entries, out, rounded);
-  EXPECT_TRUE(encoded.finite);
-  EXPECT_TRUE(equal_bits(entries.indices, before.indices));
-  EXPECT_TRUE(equal_bits(entries.values, before.values));
-  EXPECT_LE(out.size(), 3 + largest_payload(entries.size(), model.pieces.size()));
-  EXPECT_EQ(out[2], std::byte{7});
-  const std::vector<std::byte> payload(out.begin() + 3, out.end());  // without spare room
-  decode_entries(format, model.pieces, encoded.count, payload, read);
-  EXPECT_TRUE(equal_bits(read.indices, rounded.indices));
-  EXPECT_TRUE(equal_bits(read.values, rounded.values));
-  if (format == Values::fp32 && encoded.count == entries.size()) {
-    EXPECT_TRUE(equal_bits(rounded.values, before.values));
-  }
-
-  SparseVector in_place = before;
-  Bytes again;
-  encode_entries(format, model.pieces, in_place, again, in_place);
-  EXPECT_TRUE(equal_bits(again, payload));
-  EXPECT_TRUE(equal_bits(in_place.indices, rounded.indices));
-  EXPECT_TRUE(equal_bits(in_place.values, rounded.values));
-  return again;
-}
-
-class WirePayload : public testing::TestWithParam<std::string_view> {
- protected:
-  static Values format() {
-    const auto at = std::ranges::find(kValuesNames, GetParam());
-    return static_cast<Values>(at - kValuesNames.begin());
-  }
-  std::mt19937 rng_{17};
-};
-
-INSTANTIATE_TEST_SUITE_P(Wire, WirePayload, testing::ValuesIn(kValuesNames),
-                         [](const auto& test) { return std::string(test.param); });
-
-TEST_P(WirePayload, KeepsEntriesOfAllDensities) {
-  for (const double density : {0.0, 0.001, 0.01, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.98, 1.0}) {
-    SCOPED_TRACE(density);
-    for (const Index universe : {0u, 1u, 7u, 255u, 256u, 257u, 511u, 513u, 5003u, 40001u}) {
-      const Model whole = one_piece(universe), cut = many_pieces(rng_, universe);
-      expect_round_trip(format(), whole, entries_in(rng_, whole, density));
-      expect_round_trip(format(), cut, entries_in(rng_, cut, density));
-    }
-  }
-}
-
-// Some pieces full, some filled with zeros, some listed, in one payload.
-TEST_P(WirePayload, KeepsMixedPieces) {
-  const Model model{9000, {{0, 1000}, {1000, 1000}, {1000, 3000}, {3010, 5000}, {5000, 9000}}};
-  constexpr double kDensities[] = {1.0, 0.95, 0.1, 0.9, 0.02};
-  for (std::size_t turn = 0; turn < 5; ++turn) {
-    SparseVector entries;
-    for (std::size_t p = 0; p < model.pieces.size(); ++p) {
-      const Model piece{9000, {model.pieces[p]}};
-      const SparseVector part = entries_in(rng_, piece, kDensities[(p + turn) % 5]);
-      for (std::size_t i = 0; i < part.size(); ++i) {
-        // Some become zero in a piece that is filled.
-        entries.push_back(part.indices[i], part.values[i] * (i % 7 == 0 ? 1e-30f : 1.0f));
-      }
-    }
-    expect_round_trip(format(), model, entries);
-  }
-}
-
-TEST_P(WirePayload, KeepsHugeGapsInFullBlocks) {
-  const Model model = one_piece(0xffffffff);
-  for (const Index step : {1u, 2u, 1000u, 1u << 20, 1u << 23}) {
-    for (const std::size_t jump : {0u, 1u, 100u, 255u, 256u, 300u}) {
-      SparseVector entries;
-      std::uint64_t at = 0;
-      for (std::size_t i = 0; i < 600; ++i, at += step) {
-        if (i == jump) at += 0x80000000;
-        if (at >= model.universe) break;
-        entries.push_back(static_cast<Index>(at), static_cast<float>(i) + 1);
-      }
-      expect_round_trip(format(), model, entries);
-    }
-  }
-  SparseVector spread;  // the largest parameter of a full block
-  for (std::uint64_t i = 0; i < 256; ++i)
-    spread.push_back(static_cast<Index>(i << 24 | 0xfffffe), 1);
-  expect_round_trip(format(), model, spread);
-}
-
-TEST_P(WirePayload, ValuesAtKnownPlacesArrive) {
-  const std::size_t lengths[] = {70, 0, 1, 129, 1000};
-  const auto values = values_of(1200, 1);
-  Bytes out(1);
-  std::vector<float> rounded(values.size()), read(values.size()), in_place = values;
-  EXPECT_TRUE(encode_values(format(), lengths, values, out, rounded));
-  const std::vector<std::byte> payload(out.begin() + 1, out.end());
-  decode_values(format(), lengths, payload, read);
-  EXPECT_TRUE(equal_bits(read, rounded));
-  encode_values(format(), lengths, in_place, out, in_place);
-  EXPECT_TRUE(equal_bits(in_place, rounded));
-  EXPECT_THROW(decode_values(format(), lengths, std::span(payload).first(payload.size() - 1), read),
-               WireError);
-}
-
-// Parameters, quotients and low bits, as if they were one string of bits.
-TEST(WirePayloadSize, IndicesTakeNoByteMoreThanRiceCodes) {
-  std::mt19937 rng(3);
-  for (const Index universe : {300u, 5000u, 100'000u}) {
-    for (const double density : {0.001, 0.01, 0.1, 0.5}) {
-      const Model model = one_piece(universe);
-      const SparseVector entries = entries_in(rng, model, density);
-      Bytes out;
-      SparseVector rounded;
-      encode_entries(Values::fp32, model.pieces, entries, out, rounded);
-      std::uint64_t bits = 0;
-      for (std::size_t start = 0; start < entries.size(); start += 256) {
-        const std::size_t end = std::min<std::size_t>(start + 256, entries.size());
-        std::uint64_t least = ~std::uint64_t{0};
-        for (unsigned k = 0; k < 32; ++k) {
-          std::uint64_t block = 5;
-          for (std::size_t i = start; i < end; ++i) {
-            const Index gap = entries.indices[i] - (i > 0 ? entries.indices[i - 1] + 1 : 0);
-            block += (gap >> k) + 1 + k;
-          }
-          least = std::min(least, block);
-        }
-        bits += least;
-      }
-      EXPECT_EQ(out.size(), 1 + (bits + 7) / 8 + 4 * entries.size()) << universe << ' ' << density;
-    }
-  }
-}
-
-/// Whether it is accepted; what it gives then must be entries.
-bool accepted(Values format, const Model& model, std::size_t count,
-              const std::vector<std::byte>& payload) {
-  SparseVector read;
-  try {
-    decode_entries(format, model.pieces, count, payload, read);
-  } catch (const WireError&) {
-    return false;
-  }
-  EXPECT_EQ(read.indices.size(), read.values.size());
-  EXPECT_LE(read.size(), count);
-  EXPECT_EQ(std::ranges::adjacent_find(read.indices, std::greater_equal<>{}), read.indices.end());
-  auto piece = model.pieces.begin();
-  for (const Index index : read.indices) {
-    while (piece != model.pieces.end() && piece->end <= index) ++piece;
-    EXPECT_TRUE(piece != model.pieces.end() && piece->begin <= index);
-  }
-  return true;
-}
-
-TEST_P(WirePayload, DamagedOnesAreEntriesOrRefused) {
-  const Model model{60000, {{0, 20000}, {20000, 20001}, {30000, 31000}, {31000, 60000}}};
-  SparseVector entries = entries_in(rng_, model, 0.02), rounded;
-  Bytes out;
-  const std::size_t count = encode_entries(format(), model.pieces, entries, out, rounded).count;
-  const std::vector<std::byte> good(out.begin(), out.end());
-  ASSERT_TRUE(accepted(format(), model, count, good));
-  for (std::size_t length = 0; length < good.size(); ++length) {
-    const std::vector<std::byte> cut(good.begin(),
-                                     good.begin() + static_cast<std::ptrdiff_t>(length));
-    EXPECT_FALSE(accepted(format(), model, count, cut)) << length;
-  }
-  for (const std::size_t other : {std::size_t{0}, count - 1, count + 1, count + 300}) {
-    EXPECT_FALSE(accepted(format(), model, other, good)) << other;
-  }
-  int refused = 0;
-  for (int time = 0; time < 3000; ++time) {
-    std::vector<std::byte> bad = good;
-    for (std::size_t changes = 1 + rng_() % 3; changes > 0; --changes) {
-      bad[rng_() % bad.size()] ^= static_cast<std::byte>(1 + rng_() % 255);
-    }
-    if (!accepted(format(), model, count, bad)) ++refused;
-  }
-  EXPECT_GT(refused, 100);
-}
-
-TEST(WirePayloadRefusal, FullBlocksHaveNoLargerParameter) {
-  const Model model = one_piece(0xffffffff);
-  std::vector<std::byte> payload(1 + 100 + 32 * 31 + 4 * 256, std::byte{0xff});
-  payload[0] = std::byte{0};
-  payload[1] = std::byte{25};
-  SparseVector read;
-  try {
-    decode_entries(Values::fp32, model.pieces, 256, payload, read);
-    FAIL();
-  } catch (const WireError& error) {
-    EXPECT_STREQ(error.what(), "message: parameter of a full block is 25, expected at most 24");
-  }
-  // 256 low parts of 24 bits, all ones, add up to 2^32 - 256: one more and indices would wrap
-  // round.
-  payload[1] = std::byte{0xf8};
-  EXPECT_FALSE(accepted(Values::fp32, model, 256, payload));
-}
-
-TEST(WirePayloadRefusal, MistakesOfTheCallerChangeNothing) {
-  const Piece apart[] = {{0, 2}, {4, 10}};
-  SparseVector entries, rounded;
-  for (const Index index : {1u, 3u, 5u}) entries.push_back(index, 1);
-  Bytes out(5);
-  EXPECT_THROW(encode_entries(Values::fp32, apart, entries, out, rounded), std::invalid_argument);
-  entries.values.pop_back();
-  EXPECT_THROW(encode_entries(Values::fp32, apart, entries, out, rounded), std::invalid_argument);
-  EXPECT_EQ(out.size(), 5u);
 }
 
 }  // namespace

@@ -8,12 +8,12 @@
 
 #include <gtest/gtest.h>
 
-#include "topreduce/wire/message.h"
+#include "topreduce/wire/payload.h"
+#include "wire_bytes.h"
 
 namespace topreduce::wire {
 namespace {
 
-constexpr Index kUniverse = 2000;
 // Listed, full and filled pieces; room between them; one that is empty. More indices than fill two
 // blocks.
 constexpr Piece kPieces[] = {{0, 900}, {900, 903}, {910, 1010}, {1010, 1010}, {1200, 2000}};
@@ -47,25 +47,26 @@ SparseVector golden_entries() {
 
 constexpr std::size_t kLengths[] = {70, 0, 1, 129};
 
-std::vector<float> golden_stretch() {
+std::vector<float> golden_values() {
   Numbers numbers;
   std::vector<float> values(200);
   for (float& value : values) value = numbers.value();
   return values;
 }
 
+constexpr Identity kIdentity{.origin = 0xfeedbeef'00000011, .contents = 1'234'567'890'123};
+constexpr std::uint32_t kRound = 17;
+
 class Golden : public testing::TestWithParam<std::string_view> {
  protected:
-  static Envelope envelope() {
-    Envelope envelope{
-        .run = 0xfeedbeef, .step = 1'234'567'890'123, .bucket = 17, .universe = kUniverse};
-    const auto at = std::find(kValuesNames.begin(), kValuesNames.end(), GetParam());
-    envelope.values = static_cast<Values>(at - kValuesNames.begin());
-    return envelope;
+  static ValueFormat format() {
+    const auto at = std::find(kValueFormatNames.begin(), kValueFormatNames.end(), GetParam());
+    return static_cast<ValueFormat>(at - kValueFormatNames.begin());
   }
 
-  /// The file's bytes, which must be `message`.
-  static std::vector<std::byte> compared(const char* kind, const Bytes& message) {
+  /// The file's bytes, which must be `payload` with its seal.
+  static std::vector<std::byte> compared(const char* kind, const Bytes& payload) {
+    const Bytes message = sealed(kIdentity, kRound, payload);
     const std::string path =
         std::string(TOPREDUCE_GOLDEN_FOLDER) + "/" + kind + "_" + std::string(GetParam()) + ".bin";
     const char* wish = std::getenv("TOPREDUCE_GOLDEN");
@@ -85,25 +86,27 @@ class Golden : public testing::TestWithParam<std::string_view> {
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Wire, Golden, testing::ValuesIn(kValuesNames),
+INSTANTIATE_TEST_SUITE_P(Wire, Golden, testing::ValuesIn(kValueFormatNames),
                          [](const auto& test) { return std::string(test.param); });
 
 TEST_P(Golden, EntriesAreTheseBytes) {
   auto sent = golden_entries();
-  Bytes message;
-  pack(envelope(), kPieces, Vote::yes, sent, message);
+  Bytes payload;
+  EXPECT_TRUE(encode_entries(format(), kPieces, sent, payload, sent));
+  const auto message = compared("entries", payload);
   SparseVector read;
-  EXPECT_EQ(unpack(envelope(), kPieces, compared("entries", message), read), Vote::yes);
+  decode_entries(format(), kPieces, open(kIdentity, kRound, message), read);
   EXPECT_EQ(read.indices, sent.indices);
   EXPECT_EQ(read.values, sent.values);
 }
 
-TEST_P(Golden, StretchesAreTheseBytes) {
-  auto sent = golden_stretch();
-  Bytes message;
-  pack_stretch(envelope(), kLengths, Vote::no, sent, message);
+TEST_P(Golden, ValuesAreTheseBytes) {
+  auto sent = golden_values();
+  Bytes payload;
+  EXPECT_TRUE(encode_values(format(), kLengths, sent, payload, sent));
+  const auto message = compared("values", payload);
   std::vector<float> read(sent.size());
-  EXPECT_EQ(unpack_stretch(envelope(), kLengths, compared("stretch", message), read), Vote::no);
+  decode_values(format(), kLengths, open(kIdentity, kRound, message), read);
   EXPECT_EQ(read, sent);
 }
 

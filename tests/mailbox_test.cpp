@@ -3,6 +3,8 @@
 
 #include "topreduce/comm/mailbox.h"
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -57,6 +59,42 @@ std::string error_of(const Mailbox& mailbox) {
     return std::string("comm: ") + error.what();
   }
   return "";
+}
+
+// ---- frames ------------------------------------------------------------------------------------
+
+// Written down a second time.
+TEST(WireFrame, HasThisLayout) {
+  constexpr Place kPlace{Place::Kind::configure, 0xb1b2b3b4b5b6b7b8};
+  std::uint8_t head[] = {'T',  'P',  4,    3,  // magic, version, kind of the place
+                         0xb8, 0xb7, 0xb6, 0xb5, 0xb4, 0xb3, 0xb2, 0xb1,  // step
+                         0xd4, 0xd3, 0xd2, 0xd1};                         // epoch
+  std::array<std::byte, Mailbox::kFrameHead> written;
+  write_frame_head(0xd1d2d3d4, kPlace, Places::same, written.data());
+  EXPECT_TRUE(std::ranges::equal(std::as_bytes(std::span(head)), written));
+  write_frame_head(0xd1d2d3d4, kPlace, Places::differ, written.data());
+  head[3] |= 0x80;
+  EXPECT_TRUE(std::ranges::equal(std::as_bytes(std::span(head)), written));
+
+  const std::uint8_t stream[] = {5, 0xac, 2, 3, 'a', 'b', 'c'};  // exchange 5, round 300, 3 bytes
+  EXPECT_TRUE(std::ranges::equal(std::as_bytes(std::span(stream)), message({5, 300}, "abc")));
+}
+
+// Damage, another place, or another epoch: no byte of a head can change unnoticed.
+TEST(WireFrame, EveryByteOfItsHeadCounts) {
+  const Tag tag{0, 0};
+  for (std::size_t i = 0; i < Mailbox::kFrameHead; ++i) {
+    for (int flip = 1; flip < 256; ++flip) {
+      Mailbox mailbox(2);
+      mailbox.enter(kHere);
+      mailbox.expect({0, 1}, kPeer);
+      Bytes bytes = frame(1, message(tag, "x"));
+      bytes[i] ^= static_cast<std::byte>(flip);
+      mailbox.accept(kPeer, bytes);
+      EXPECT_TRUE(!error_of(mailbox).empty() || mailbox.differs() || mailbox.arrived(tag) == 0)
+          << "byte " << i << " flip " << flip;
+    }
+  }
 }
 
 // ---- messages ----------------------------------------------------------------------------------
@@ -240,7 +278,7 @@ std::vector<Damaged> damaged_frames() {
       {"none of topreduce's", {Bytes(good.begin(), good.begin() + 15)}},
       {"none of topreduce's", {changed(1, 0)}},
       {"version 99", {changed(2, 99)}},
-      {"this is version", {changed(3, 100)}},
+      {"of an unknown place", {changed(3, 100)}},
       {"without a head", {endless(0)}},
       {"without a head", {endless(1)}},
       {"without a head", {endless(2)}},

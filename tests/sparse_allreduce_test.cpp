@@ -9,7 +9,6 @@
 #include "topreduce/catalog.h"
 #include "topreduce/comm/decorator.h"
 #include "topreduce/exchange/regions.h"
-#include "topreduce/wire/little_endian.h"
 #include "topreduce/wire/payload.h"
 
 namespace topreduce::laws {
@@ -62,8 +61,7 @@ class Recording final : public comm::Decorator {
 double entries_in(wire::Pieces pieces, std::span<const std::byte> payload) {
   if (payload.empty()) return 0;
   SparseVector entries;
-  const auto count = wire::load<std::uint32_t>(payload.data());
-  wire::decode_entries(wire::Values::fp32, pieces, count, payload.subspan(sizeof(count)), entries);
+  wire::decode_entries(wire::ValueFormat::fp32, pieces, payload, entries);
   return static_cast<double>(entries.size());
 }
 

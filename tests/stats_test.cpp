@@ -10,7 +10,7 @@
 #include "topreduce/catalog.h"
 #include "topreduce/wire/payload.h"
 #include "topreduce/wire/seal.h"
-#include "topreduce/wire/values.h"
+#include "topreduce/wire/value_format.h"
 
 namespace topreduce::laws {
 namespace {
@@ -19,8 +19,6 @@ namespace {
 // once a step and peer the head of a frame.
 constexpr std::size_t kLeastHead = wire::kSealBytes + 3, kMostHead = wire::kSealBytes + 5;
 constexpr std::size_t kFirstFrame = comm::Mailbox::kFrameHead;
-// Before entries, how many values there are.
-constexpr std::size_t kCount = sizeof(std::uint32_t);
 // A vote: its payload, and a long number for the exchange.
 constexpr std::size_t kVote = 20 + kLeastHead + 4;
 
@@ -32,9 +30,9 @@ std::size_t collective(std::size_t bytes) {
 /// What a payload takes if there is nothing to say.
 std::size_t empty_payload() {
   SparseVector none;
-  Bytes entries(kCount), values;
-  wire::encode_entries(wire::Values::fp32, {}, none, entries, none);
-  wire::encode_values(wire::Values::fp32, {}, {}, values, {});
+  Bytes entries, values;
+  wire::encode_entries(wire::ValueFormat::fp32, {}, none, entries, none);
+  wire::encode_values(wire::ValueFormat::fp32, {}, {}, values, {});
   return std::max(entries.size(), values.size());
 }
 
@@ -193,9 +191,9 @@ TEST(Stats, TopkSendsItsMessageToEveryPeer) {
       if (std::abs(gradients[r][i]) < magnitudes[199]) continue;
       entries.push_back(static_cast<Index>(i), gradients[r][i]);
     }
-    Bytes payload(kCount);
+    Bytes payload;
     const wire::Piece whole[] = {{0, 20000}};
-    wire::encode_entries(wire::Values::fp32, whole, entries, payload, entries);
+    wire::encode_entries(wire::ValueFormat::fp32, whole, entries, payload, entries);
     const std::size_t message = kFirstFrame + kLeastHead + 1 + payload.size();  // a longer length
     EXPECT_EQ(outcomes[r].stats.selected, 200);
     EXPECT_EQ(outcomes[r].stats.messages, 4);

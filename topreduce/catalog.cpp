@@ -55,7 +55,7 @@ Setting text(std::string_view name, std::string_view fallback, std::string_view 
 std::string_view values_words() {
   static const std::string words = [] {
     std::string all = "auto";
-    for (const std::string_view name : wire::kValuesNames) all += "|" + std::string(name);
+    for (const std::string_view name : wire::kValueFormatNames) all += "|" + std::string(name);
     return all;
   }();
   return words;

@@ -26,6 +26,7 @@ struct Segment {
   float most = std::numeric_limits<float>::max();
 
   std::size_t size() const { return count; }
+  std::size_t end() const { return start + count; }  ///< in the exchange's numbering
   /// Whether a mean may be too large for the caller; none comes near this (reducer.cpp).
   bool narrow() const { return most < 0x1p125f; }
 };

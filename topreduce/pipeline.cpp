@@ -10,7 +10,7 @@
 namespace topreduce {
 namespace {
 
-using wire::Values;
+using wire::ValueFormat;
 
 bool lists(std::span<const Setting> settings, std::string_view name) {
   return std::ranges::find(settings, name, &Setting::name) != settings.end();
@@ -63,9 +63,9 @@ std::vector<std::string> dense_patterns(const Layout& layout, const std::string&
   return patterns;
 }
 
-Values to_values(std::string_view word) {
-  const auto found = std::ranges::find(wire::kValuesNames, word);
-  return static_cast<Values>(found - wire::kValuesNames.begin());
+ValueFormat to_values(std::string_view word) {
+  const auto found = std::ranges::find(wire::kValueFormatNames, word);
+  return static_cast<ValueFormat>(found - wire::kValueFormatNames.begin());
 }
 
 }  // namespace
@@ -120,7 +120,9 @@ Pipeline::Pipeline(const Layout& layout, const Spec& given) {
                        : static_cast<std::size_t>(settings.number("bucket_cap_mb") * kEntriesPerMb);
   const std::string encoding = settings.text("values");
   const bool coarse = density < 1 && feedback_spec.name != "none";
-  values = encoding != "auto" ? to_values(encoding) : coarse ? Values::int4 : Values::fp32;
+  values = encoding != "auto" ? to_values(encoding)
+           : coarse           ? ValueFormat::int4
+                              : ValueFormat::fp32;
   compare = settings.text("compare") == "on";
   native = settings.text("reduce") == "native";
   if (native && alone) {
@@ -133,8 +135,8 @@ Pipeline::Pipeline(const Layout& layout, const Spec& given) {
     throw std::invalid_argument(given.name +
                                 ": reduce=native adds up in fp32; leave out values=" + encoding);
   }
-  if (native) values = Values::fp32;
-  unremembered = encoding != "auto" ? wire::without_scales(values) : Values::fp32;
+  if (native) values = ValueFormat::fp32;
+  unremembered = encoding != "auto" ? wire::without_scales(values) : ValueFormat::fp32;
   warmup_steps = settings.integer("warmup_steps");
   ramp_steps = settings.integer("ramp_steps");
   seed = settings.integer("seed");

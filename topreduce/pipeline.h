@@ -23,10 +23,11 @@ struct Pipeline {
   Choice choice = Choice::alone;  ///< of the exchange
   Granularity granularity = Granularity::bucket;
   std::size_t bucket_entries = 0;  ///< that fill a bucket; more than there are if there is only one
-  wire::Values values = wire::Values::fp32;
-  wire::Values unremembered = wire::Values::fp32;  ///< where nobody owes what rounding took
-  bool native = false;                             ///< sums by the transport's own all-reduce
-  bool compare = false;                            ///< sums over the ranks before they are applied
+  wire::ValueFormat values = wire::ValueFormat::fp32;
+  wire::ValueFormat unremembered =
+      wire::ValueFormat::fp32;  ///< where nobody owes what rounding took
+  bool native = false;          ///< sums by the transport's own all-reduce
+  bool compare = false;         ///< sums over the ranks before they are applied
   std::uint64_t warmup_steps = 0, ramp_steps = 0, seed = 0;
 
   /// Where a parameter of the whole layout lives: in `compressed` or in `uncompressed`.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 
@@ -43,6 +44,25 @@ struct SparseVector {
     values.push_back(value);
   }
 };
+
+/// Where the entries from `first` on end that lie before `end`.
+inline std::size_t end_of_range(std::span<const Index> indices, std::size_t first,
+                                std::uint64_t end) {
+  const auto from = indices.begin() + static_cast<std::ptrdiff_t>(first);
+  return static_cast<std::size_t>(std::lower_bound(from, indices.end(), end) - indices.begin());
+}
+
+/// Calls body(piece number, first, last) with the range of entries before the end of each of
+/// `pieces`, which ascend, and not before the end of the last one.
+template <class Pieces, class Body>
+void for_each_range(std::span<const Index> indices, const Pieces& pieces, Body&& body) {
+  std::size_t first = 0;
+  for (std::size_t p = 0; p < std::size(pieces); ++p) {
+    const std::size_t last = end_of_range(indices, first, pieces[p].end);
+    body(p, first, last);
+    first = last;
+  }
+}
 
 /// Adds sparse vectors of one universe. Each entry is summed in the order of `parts` (rank order),
 /// so every rank that adds the same parts gets the same bits.

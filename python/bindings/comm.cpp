@@ -25,11 +25,11 @@ using topreduce::Bytes;
 using topreduce::CommError;
 using topreduce::WireError;
 using topreduce::comm::at;
+using topreduce::comm::Backoff;
 using topreduce::comm::Communicator;
 using topreduce::comm::Decorator;
 using topreduce::comm::Inbox;
 using topreduce::comm::Loss;
-using topreduce::comm::Patience;
 using topreduce::comm::Place;
 using topreduce::comm::Sockets;
 
@@ -115,8 +115,8 @@ class PythonCommunicator final : public Communicator {
   void drain() override {
     if (const auto connected = sockets()) {
       constexpr std::chrono::seconds kMost(1);  // a peer that takes nothing is found elsewhere
-      for (const Patience patience(spin()); connected->queued() && patience.waited() < kMost;) {
-        pause(patience);
+      for (const Backoff backoff(spin()); connected->queued() && backoff.waited() < kMost;) {
+        pause(backoff);
         receive_frames();
       }
     }
@@ -154,10 +154,10 @@ class PythonCommunicator final : public Communicator {
     return polls_;
   }
 
-  void pause(const Patience& patience) override {
+  void pause(const Backoff& backoff) override {
     constexpr std::chrono::milliseconds kMost(50);
     if (const auto connected = sockets()) return connected->wait(kMost);
-    patience.pause();
+    backoff.pause();
   }
 
   std::size_t frame_limit() const override { return frame_limit_; }
@@ -170,11 +170,11 @@ class PythonCommunicator final : public Communicator {
 
   // Long waits are rare, so this may cost a little: it lets Ctrl-C through. Time in which this
   // process stood still does not count.
-  void still_waiting(Patience::Clock::duration waited) override {
+  void still_waiting(Backoff::Clock::duration waited) override {
     constexpr std::chrono::milliseconds kBetween(100), kMost(1000);
     if (waited < waited_) waited_ = counted_ = {};  // another wait
     if (waited < waited_ + kBetween) return;
-    counted_ += std::min<Patience::Clock::duration>(waited - waited_, kMost);
+    counted_ += std::min<Backoff::Clock::duration>(waited - waited_, kMost);
     waited_ = waited;
     const nb::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -210,7 +210,7 @@ class PythonCommunicator final : public Communicator {
   std::size_t frame_limit_;
   bool part_ = false;
   bool asked_ = false, polls_ = false, drains_ = false;  // what the subclass implements
-  Patience::Clock::duration waited_{}, counted_{};       // of the wait
+  Backoff::Clock::duration waited_{}, counted_{};        // of the wait
   std::int64_t frames_left_ = -1;                        // until a failure that was asked for
   std::string failure_;
   const Sockets::Receiver receiver_{

@@ -62,7 +62,7 @@ void Communicator::enter(const Place& place) {
   collectives_before_ = std::exchange(collectives_, 0);
   native_here_ = 0;
   sent_ = false;
-  together_ = false;
+  ended_by_all_ = false;
 }
 
 void Communicator::leave() noexcept {
@@ -71,7 +71,7 @@ void Communicator::leave() noexcept {
   mailbox_->leave();
   collectives_ = collectives_before_;
   sent_ = true;  // there is no earlier one to take back
-  together_ = true;
+  ended_by_all_ = true;
 }
 
 void Communicator::stay() {
@@ -143,7 +143,7 @@ void Communicator::check_peers() {
   mailbox_->check_left(rank_);
 }
 
-void Patience::pause() const {
+void Backoff::pause() const {
   // The longer it has taken, the less a little more matters, and the core has other work.
   constexpr std::chrono::microseconds kLeast(20), kMost(250);
   const auto nap = std::chrono::duration_cast<std::chrono::microseconds>(waited() / 32);
@@ -155,11 +155,11 @@ void Communicator::wait_for_any(std::uint64_t known) {
   if (mailbox_->version() != known) return;
   mailbox_->check(rank_);  // what is expected since may be expected of one that is lost
   if (!receive_frames()) return mailbox_->wait(known);
-  for (const Patience patience(spin());;) {
-    pause(patience);
+  for (const Backoff backoff(spin());;) {
+    pause(backoff);
     receive_frames();
     if (mailbox_->version() != known) return;
-    still_waiting(patience.waited());
+    still_waiting(backoff.waited());
   }
 }
 
@@ -183,7 +183,7 @@ void Communicator::compare_places() {
     mailbox_->check(rank_);
     wait_for_any(known);
   }
-  together_ = true;
+  ended_by_all_ = true;
   misplaced(mailbox_->title(rank_) +
             ": the ranks are at different places of the program: " + mailbox_->places(rank_) +
             ". Make the same calls on all ranks, in the same order; load states of the same step "
@@ -218,7 +218,7 @@ Tag Communicator::next_collective() {
 // Sends part_for(r) to every rank r; all bytes that came, in rank order, into `inbox`. Every
 // message starts with the call that it belongs to.
 template <class PartFor>
-void Communicator::gather(Call call, PartFor&& part_for, Inbox& inbox) {
+void Communicator::exchange_parts(Call call, PartFor&& part_for, Inbox& inbox) {
   static constexpr std::array<const char*, 5> kNames = {"", "all_to_all", "all_gather", "broadcast",
                                                         "barrier"};
   if (size_ > 1) ++traffic_.rounds;
@@ -266,7 +266,7 @@ void Communicator::all_to_all(std::span<const std::byte> send, std::span<const s
                                 ", but there are " + std::to_string(send.size()) +
                                 " bytes to send");
   }
-  gather(
+  exchange_parts(
       Call::all_to_all,
       [&](int peer) {
         const auto start = std::accumulate(counts.begin(), counts.begin() + peer, std::size_t{0});
@@ -276,7 +276,7 @@ void Communicator::all_to_all(std::span<const std::byte> send, std::span<const s
 }
 
 void Communicator::all_gather(std::span<const std::byte> mine, Inbox& inbox) {
-  gather(
+  exchange_parts(
       Call::all_gather, [&](int) { return mine; }, inbox);
 }
 
@@ -288,7 +288,7 @@ void Communicator::broadcast(std::span<std::byte> bytes, int root) {
   if (size() == 1) return;
   // Everyone sends, so that ranks with other roots or lengths find out.
   const std::span<const std::byte> mine = rank() == root ? bytes : std::span<std::byte>();
-  gather(
+  exchange_parts(
       Call::broadcast, [&](int) { return mine; }, scratch_);
   for (std::size_t r = 0; r < at(size()); ++r) {
     check_part("broadcast", *this, r, r == at(root) ? bytes.size() : 0, scratch_.counts[r]);
@@ -352,7 +352,7 @@ void Communicator::native_all_reduce(std::span<float> values) {
 
 void Communicator::barrier() {
   if (size() == 1) return;
-  gather(
+  exchange_parts(
       Call::barrier, [](int) { return std::span<const std::byte>(); }, scratch_);
 }
 

@@ -34,11 +34,11 @@ struct TOPREDUCE_API Inbox {
 };
 
 /// Between looks at what nobody announces: keeps the core busy for a while, then naps.
-class TOPREDUCE_API Patience {
+class TOPREDUCE_API Backoff {
  public:
   using Clock = std::chrono::steady_clock;
 
-  explicit Patience(std::chrono::microseconds spin) : start_(Clock::now()), spin_(spin) {}
+  explicit Backoff(std::chrono::microseconds spin) : start_(Clock::now()), spin_(spin) {}
   void pause() const;
   Clock::duration waited() const { return Clock::now() - start_; }
 
@@ -72,7 +72,7 @@ class TOPREDUCE_API Communicator {
   void leave() noexcept;
   /// Whether no peer waits here for more: nothing was sent since the last `enter`, or all ranks
   /// have been told that they are at different places.
-  bool in_step() const { return !sent_ || together_; }
+  bool in_step() const { return !sent_ || ended_by_all_; }
 
   /// Sends `head` and then `bytes` as one message to another rank. Both may change at once.
   virtual void post(int peer, const Tag& tag, std::span<const std::byte> head,
@@ -162,9 +162,9 @@ class TOPREDUCE_API Communicator {
   /// How long a wait for frames keeps its core busy before it naps between looks.
   virtual std::chrono::microseconds spin() const { return std::chrono::microseconds(100); }
   /// Between looks for frames: until some may have come, or for a while.
-  virtual void pause(const Patience& patience) { patience.pause(); }
+  virtual void pause(const Backoff& backoff) { backoff.pause(); }
   /// Called again and again while a wait for frames lasts; may throw to end it.
-  virtual void still_waiting(Patience::Clock::duration) {}
+  virtual void still_waiting(Backoff::Clock::duration) {}
   /// Throws what ranks get that are at different places: all of them do, and may go on.
   [[noreturn]] virtual void misplaced(const std::string& text) const;
 
@@ -175,7 +175,7 @@ class TOPREDUCE_API Communicator {
   void stay();
   void compare_places();
   template <class PartFor>
-  void gather(Call call, PartFor&& part_for, Inbox& inbox);
+  void exchange_parts(Call call, PartFor&& part_for, Inbox& inbox);
   Tag next_collective();
 
   int rank_, size_;
@@ -188,7 +188,7 @@ class TOPREDUCE_API Communicator {
   std::size_t head_bytes(const Outgoing& to) const;
   std::vector<Outgoing> outgoing_;  // by peer
   bool sent_ = true;                // anything since the last `enter`
-  bool together_ = false;           // all ranks have ended this epoch
+  bool ended_by_all_ = false;       // all ranks have ended this epoch
   Traffic traffic_;                 // received: by native all-reduces alone
   std::uint64_t native_here_ = 0;   // bytes received by them since the last `enter`
   std::uint32_t collectives_ = 0, collectives_before_ = 0;  // of this epoch and the last

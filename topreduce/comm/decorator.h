@@ -24,8 +24,8 @@ class TOPREDUCE_API Decorator : public Communicator {
   }
   std::size_t frame_limit() const override { return inner_->frame_limit(); }
   std::chrono::microseconds spin() const override { return inner_->spin(); }
-  void pause(const Patience& patience) override { inner_->pause(patience); }
-  void still_waiting(Patience::Clock::duration waited) override { inner_->still_waiting(waited); }
+  void pause(const Backoff& backoff) override { inner_->pause(backoff); }
+  void still_waiting(Backoff::Clock::duration waited) override { inner_->still_waiting(waited); }
 
  private:
   Communicator* inner_;

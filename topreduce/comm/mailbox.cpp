@@ -105,7 +105,7 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame, Bytes* buffer) 
   ++version_;
   changed_.notify_all();
   if (!frame.empty() && frame[0] == kShortHead && from.heard) {
-    book(from, frame.size() - 1);  // how many frames there are is chance
+    count_received(from, frame.size() - 1);  // how many frames there are is chance
     return read(peer, frame.subspan(1), buffer);
   }
   if (frame.size() < kFrameHead || load<std::uint16_t>(frame.data()) != kMagic) {
@@ -114,13 +114,16 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame, Bytes* buffer) 
   const auto version = load<std::uint8_t>(frame.data() + 2);
   const auto flagged = load<std::uint8_t>(frame.data() + 3);
   const auto kind = static_cast<std::uint8_t>(flagged & ~kDiffer);
-  if (version != kVersion || kind > kLastKind) {
+  if (version != kVersion) {
     return lose_locked(peer, Loss::damaged,
                        "a frame of version " + std::to_string(version) + ", this is version " +
                            std::to_string(kVersion));
   }
+  if (kind > kLastKind) {
+    return lose_locked(peer, Loss::damaged, "a frame of an unknown place");
+  }
   const auto epoch = load<std::uint32_t>(frame.data() + 12);
-  if (epoch < from.epoch || ((from.open || from.cut > 0) && epoch != from.epoch)) {
+  if (epoch < from.epoch || ((from.in_message || from.head_bytes > 0) && epoch != from.epoch)) {
     return lose_locked(peer, Loss::damaged, "a frame out of order");
   }
   from.epoch = epoch;
@@ -132,11 +135,11 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame, Bytes* buffer) 
     }
     from.places.back().differs |= flagged != kind;
   }
-  book(from, frame.size());
+  count_received(from, frame.size());
   read(peer, frame.subspan(kFrameHead), buffer);
 }
 
-void Mailbox::book(Peer& from, std::size_t bytes) {
+void Mailbox::count_received(Peer& from, std::size_t bytes) {
   bytes_received_ += bytes;
   if (!from.places.empty()) from.places.back().bytes += bytes;
 }
@@ -144,9 +147,9 @@ void Mailbox::book(Peer& from, std::size_t bytes) {
 void Mailbox::read(int peer, std::span<const std::byte> stream, Bytes* buffer) {
   Peer& from = peers_[at(peer)];
   while (!stream.empty()) {
-    if (!from.open) {
+    if (!from.in_message) {
       // Frames end anywhere, in the middle of a head too: its start was kept.
-      const std::size_t kept = from.cut, more = std::min(stream.size(), kMostHead - kept);
+      const std::size_t kept = from.head_bytes, more = std::min(stream.size(), kMostHead - kept);
       std::ranges::copy(stream.first(more), from.head.begin() + static_cast<std::ptrdiff_t>(kept));
       std::span<const std::byte> rest(from.head.data(), kept + more);
       const Head head = read_head(rest, from.tag, from.missing);
@@ -154,12 +157,12 @@ void Mailbox::read(int peer, std::span<const std::byte> stream, Bytes* buffer) {
         return lose_locked(peer, Loss::damaged, "a message without a head");
       }
       if (head == Head::cut) {
-        from.cut = kept + more;
+        from.head_bytes = kept + more;
         return;
       }
       stream = stream.subspan(more - rest.size());
-      from.cut = 0;
-      from.open = true;
+      from.head_bytes = 0;
+      from.in_message = true;
       from.target = nullptr;
       if (from.epoch >= oldest_) {
         Message& message = find_or_make(from.epoch, from.tag).messages[at(peer)];
@@ -185,7 +188,7 @@ void Mailbox::read(int peer, std::span<const std::byte> stream, Bytes* buffer) {
 
 void Mailbox::finish_message(int peer) {
   Peer& from = peers_[at(peer)];
-  from.open = false;
+  from.in_message = false;
   if (from.target == nullptr) return;
   longest_ = std::max(longest_, from.target->bytes.size());
   from.target->here = true;
@@ -262,7 +265,7 @@ void Mailbox::leave() {
 void Mailbox::drop_before(std::uint32_t epoch) {
   oldest_ = epoch;
   for (Peer& peer : peers_) {
-    if (peer.open && peer.epoch < epoch) peer.target = nullptr;  // the rest of it is dropped
+    if (peer.in_message && peer.epoch < epoch) peer.target = nullptr;  // the rest of it is dropped
     std::erase_if(peer.places, [&](const auto& heard) { return heard.epoch < epoch; });
   }
   for (const auto& slot : slots_) {
@@ -344,13 +347,13 @@ void Mailbox::expect_all() {
 bool Mailbox::differs() const {
   const std::lock_guard lock(mutex_);
   return std::ranges::any_of(peers_, [&](const Peer& peer) {
-    const Stay* stay = stay_of(peer);
-    return stay != nullptr && (stay->differs || stay->place != place_);
+    const PeerPlace* heard = place_of(peer);
+    return heard != nullptr && (heard->differs || heard->place != place_);
   });
 }
 
-const Mailbox::Stay* Mailbox::stay_of(const Peer& peer) const {
-  const auto found = std::ranges::find(peer.places, epoch_, &Stay::epoch);
+const Mailbox::PeerPlace* Mailbox::place_of(const Peer& peer) const {
+  const auto found = std::ranges::find(peer.places, epoch_, &PeerPlace::epoch);
   return found == peer.places.end() ? nullptr : &*found;
 }
 
@@ -367,8 +370,8 @@ std::string Mailbox::places(int rank) const {
   const std::lock_guard lock(mutex_);
   std::string text;
   for (std::size_t r = 0; r < peers_.size(); ++r) {
-    const Stay* stay = stay_of(peers_[r]);
-    const Place* place = r == at(rank) ? &place_ : stay == nullptr ? nullptr : &stay->place;
+    const PeerPlace* heard = place_of(peers_[r]);
+    const Place* place = r == at(rank) ? &place_ : heard == nullptr ? nullptr : &heard->place;
     text += (r > 0 ? "; rank " : "rank ") + name(r) + ": " +
             (place != nullptr ? to_string(*place) : "not heard of");
   }
@@ -379,7 +382,7 @@ std::uint64_t Mailbox::bytes_received_here() const {
   const std::lock_guard lock(mutex_);
   std::uint64_t bytes = 0;
   for (const Peer& peer : peers_) {
-    if (const Stay* stay = stay_of(peer)) bytes += stay->bytes;
+    if (const PeerPlace* heard = place_of(peer)) bytes += heard->bytes;
   }
   return bytes;
 }
@@ -434,7 +437,7 @@ void Mailbox::drop(Slot& slot) {
     message.start = 0;
     spares_.give(std::move(message.bytes));
     if (std::exchange(message.expected, false)) --peer.expected;
-    if (peer.open && peer.target == &message) peer.target = nullptr;
+    if (peer.in_message && peer.target == &message) peer.target = nullptr;
   }
 }
 

@@ -4,7 +4,6 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -131,16 +130,16 @@ class TOPREDUCE_API Mailbox {
     std::size_t count = 0;          // of those that are here
     std::vector<Message> messages;  // by peer
   };
-  struct Stay {
+  struct PeerPlace {
     std::uint32_t epoch = 0;
     Place place;
     bool differs = false;  // it knows of a rank that is elsewhere
     std::uint64_t bytes = 0;
   };
   struct Peer {
-    bool heard = false;        // of anything yet
-    std::uint32_t epoch = 0;   // of its last frame
-    std::vector<Stay> places;  // in this epoch and later ones
+    bool heard = false;             // of anything yet
+    std::uint32_t epoch = 0;        // of its last frame
+    std::vector<PeerPlace> places;  // in this epoch and later ones
     bool lost = false;
     Loss loss = Loss::gone;
     std::string why;
@@ -148,9 +147,9 @@ class TOPREDUCE_API Mailbox {
     // The message that its stream is in the middle of.
     Tag tag;
     std::size_t missing = 0;  // bytes still to come
-    bool open = false;
+    bool in_message = false;
     std::array<std::byte, kMostHead> head{};  // of a message that a frame cut
-    std::size_t cut = 0;                      // bytes of it that are here
+    std::size_t head_bytes = 0;               // bytes of it that are here
     Message* target = nullptr;
   };
 
@@ -159,11 +158,11 @@ class TOPREDUCE_API Mailbox {
   void accept(int peer, std::span<const std::byte> frame, Bytes* buffer);
   void read(int peer, std::span<const std::byte> stream, Bytes* buffer);
   void finish_message(int peer);
-  void book(Peer& from, std::size_t bytes);
+  void count_received(Peer& from, std::size_t bytes);
   void drop(Slot& slot);
   void drop_before(std::uint32_t epoch);
   void expect_nothing();
-  const Stay* stay_of(const Peer& peer) const;  // in this epoch; null: not heard of
+  const PeerPlace* place_of(const Peer& peer) const;  // in this epoch; null: not heard of
   bool waits_for(const Peer& peer) const;
   std::string name(std::size_t rank) const;
   void lose_locked(int peer, Loss loss, const std::string& why);

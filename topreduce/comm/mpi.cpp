@@ -110,7 +110,7 @@ template <class Done>
 bool Mpi::progress_until(Done&& done, std::chrono::seconds at_most) {
   using Clock = std::chrono::steady_clock;
   const auto end = Clock::now() + at_most;
-  for (const Patience patience(limits_.spin); !done(); patience.pause()) {
+  for (const Backoff backoff(limits_.spin); !done(); backoff.pause()) {
     receive_frames();
     if (Clock::now() >= end) return done();
   }
@@ -283,7 +283,7 @@ void Mpi::do_native_all_reduce(std::span<float> values) {
     check(MPI_Iallreduce(MPI_IN_PLACE, values.data(), count, MPI_FLOAT, MPI_SUM, comm_, &request),
           kEveryone);
     int done = 0;
-    for (const Patience patience(spin());; patience.pause()) {
+    for (const Backoff backoff(spin());; backoff.pause()) {
       check(MPI_Test(&request, &done, MPI_STATUS_IGNORE), kEveryone);
       if (done != 0) break;
     }

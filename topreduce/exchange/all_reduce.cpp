@@ -21,7 +21,7 @@ void for_each_piece(const Cuts& cuts, int r, int ranks, Visit&& visit) {
 }
 
 // Loads the pieces of one rank, one after the other, and their lengths.
-void load(const Cuts& cuts, int r, int ranks, std::span<const float> from, auto& part) {
+void collect_part(const Cuts& cuts, int r, int ranks, std::span<const float> from, auto& part) {
   make_room(part.values, from.size() / comm::at(ranks) + cuts.size());
   make_room(part.lengths, cuts.size());
   part.values.clear();
@@ -35,8 +35,8 @@ void load(const Cuts& cuts, int r, int ranks, std::span<const float> from, auto&
   part.rounded.resize(part.values.size());
 }
 
-void store(const Cuts& cuts, int r, int ranks, std::span<const float> part,
-           std::span<float> target) {
+void scatter_part(const Cuts& cuts, int r, int ranks, std::span<const float> part,
+                  std::span<float> target) {
   for_each_piece(cuts, r, ranks, [&](std::size_t start, std::size_t place, std::size_t length) {
     std::ranges::copy(part.subspan(place, length),
                       target.begin() + static_cast<std::ptrdiff_t>(start));
@@ -48,8 +48,9 @@ Task reduce_parts(Channel& channel, const Cuts& cuts, std::span<float> values,
   auto& part = channel.workspace().part;
   Buffer<float>& sum = part.sum;
   const int rank = channel.rank(), ranks = channel.ranks();
-  if (ranks == 1) {
+  if (ranks == 1 || channel.native()) {
     std::ranges::copy(values.first(settled.size()), settled.begin());
+    if (ranks > 1) channel.reduce_natively(sum, values);
     co_return;
   }
   const Channel::Round split = channel.open_round();
@@ -57,16 +58,16 @@ Task reduce_parts(Channel& channel, const Cuts& cuts, std::span<float> values,
     Stopwatch watch(channel.seconds(Stage::pack));
     for (int turn = 0; turn < ranks; ++turn) {
       const int r = (rank + turn) % ranks;
-      load(cuts, r, ranks, values, part);
+      collect_part(cuts, r, ranks, values, part);
       channel.post_values(split, r == rank ? Channel::kNobody : r, part.lengths, part.values,
                           part.rounded);
-      if (!settled.empty()) store(cuts, r, ranks, part.rounded, settled);
+      if (!settled.empty()) scatter_part(cuts, r, ranks, part.rounded, settled);
     }
   }
   co_await channel.arrival(split);
   {
     Stopwatch watch(channel.seconds(Stage::unpack));
-    load(cuts, rank, ranks, values, part);
+    collect_part(cuts, rank, ranks, values, part);
     make_room(sum, part.values.size());
     sum.resize(part.values.size());
     for (int r = 0; r < ranks; ++r) {
@@ -84,7 +85,7 @@ Task reduce_parts(Channel& channel, const Cuts& cuts, std::span<float> values,
   {
     Stopwatch watch(channel.seconds(Stage::pack));
     channel.post_values_to_all(gather, part.lengths, sum, part.rounded);
-    store(cuts, rank, ranks, part.rounded, values);
+    scatter_part(cuts, rank, ranks, part.rounded, values);
     // The owner rounds the sum for everyone, so the owner owes what that changed.
     if (!settled.empty()) {
       for_each_piece(cuts, rank, ranks,
@@ -99,55 +100,46 @@ Task reduce_parts(Channel& channel, const Cuts& cuts, std::span<float> values,
   Stopwatch watch(channel.seconds(Stage::unpack));
   for (int r = 0; r < ranks; ++r) {
     if (r == rank) continue;
-    load(cuts, r, ranks, values, part);  // for its lengths
+    collect_part(cuts, r, ranks, values, part);  // for its lengths
     channel.read_values(gather, r, part.lengths, part.rounded);
-    store(cuts, r, ranks, part.rounded, values);
+    scatter_part(cuts, r, ranks, part.rounded, values);
   }
   channel.close(gather);
 }
 
-void reduce_natively(Channel& channel, std::span<float> values, std::span<float> settled) {
-  std::ranges::copy(values.first(settled.size()), settled.begin());
-  channel.reduce_natively(channel.workspace().part.sum, values);
+// Where an exchange keeps its cuts, emptied.
+Pool<Cuts>::Loan lend_cuts(Channel& channel) {
+  auto cuts = channel.workspace().cuts.take(channel.number());
+  cuts->clear();
+  return cuts;
 }
 
 }  // namespace
 
 Task all_reduce(Channel& channel, const CompensatedGradient& compensated,
                 std::span<const Index> places, std::span<float> values, std::span<float> settled) {
-  if (channel.native()) {
-    reduce_natively(channel, values, settled);
-    co_return;
-  }
   const auto parts = comm::at(channel.ranks());
-  auto loan = channel.workspace().cuts.take(channel.number());
-  Cuts& cuts = *loan;
-  cuts.clear();
-  make_room(cuts, compensated.segments().size() * parts + 1);
+  const auto cuts = lend_cuts(channel);
+  make_room(*cuts, compensated.segments().size() * parts + 1);
   for (const Segment& segment : compensated.segments()) {
     for (std::size_t r = 0; r < parts; ++r) {
       const auto cut = static_cast<Index>(segment.start + segment.size() * r / parts);
       const auto found = std::ranges::lower_bound(places, cut) - places.begin();
-      cuts.push_back(places.empty() ? std::min<std::size_t>(cut, values.size())
-                                    : static_cast<std::size_t>(found));
+      cuts->push_back(places.empty() ? std::min<std::size_t>(cut, values.size())
+                                     : static_cast<std::size_t>(found));
     }
   }
-  cuts.push_back(values.size());
-  co_await reduce_parts(channel, cuts, values, settled);
+  cuts->push_back(values.size());
+  co_await reduce_parts(channel, *cuts, values, settled);
 }
 
-Task all_reduce(Channel& channel, std::span<float> values, std::span<float> settled) {
-  if (channel.native()) {
-    reduce_natively(channel, values, settled);
-    co_return;
-  }
+Task all_reduce(Channel& channel, wire::ValueFormat format, std::span<float> values,
+                std::span<float> settled) {
   const auto parts = comm::at(channel.ranks());
-  auto loan = channel.workspace().cuts.take(channel.number());
-  Cuts& cuts = *loan;
-  cuts.clear();
-  for (std::size_t r = 0; r <= parts; ++r) cuts.push_back(values.size() * r / parts);
-  const wire::Values given = channel.set_values(wire::without_scales(channel.values()));
-  co_await reduce_parts(channel, cuts, values, settled);
+  const auto cuts = lend_cuts(channel);
+  for (std::size_t r = 0; r <= parts; ++r) cuts->push_back(values.size() * r / parts);
+  const wire::ValueFormat given = channel.set_values(wire::without_scales(format));
+  co_await reduce_parts(channel, *cuts, values, settled);
   channel.set_values(given);
 }
 

@@ -15,8 +15,9 @@ namespace topreduce::exchange {
 Task all_reduce(Channel& channel, const CompensatedGradient& compensated,
                 std::span<const Index> places, std::span<float> values, std::span<float> settled);
 
-/// The same for values that have no places, in parts of even size. They take 16 bits at least:
-/// scales for many values would depend on the bucket cut.
-Task all_reduce(Channel& channel, std::span<float> values, std::span<float> settled);
+/// The same for values that have no places, in parts of even size. They travel in `format`, or in
+/// 16 bits if that has scales: scales for many values would depend on the bucket cut.
+Task all_reduce(Channel& channel, wire::ValueFormat format, std::span<float> values,
+                std::span<float> settled);
 
 }  // namespace topreduce::exchange

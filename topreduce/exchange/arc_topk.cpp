@@ -97,7 +97,9 @@ class ArcTopK final : public Exchange {
       Stopwatch watch(channel.seconds(Stage::look));
       sketch(compensated, budget, *work);
     }
-    if (!work->rows.empty()) co_await all_reduce(channel, work->sketches, {});
+    if (!work->rows.empty()) {
+      co_await all_reduce(channel, channel.values(), work->sketches, {});
+    }
     {
       Stopwatch watch(channel.seconds(Stage::choose));
       score(*work);
@@ -113,7 +115,7 @@ class ArcTopK final : public Exchange {
     if (channel.rounds_values()) {
       co_await all_reduce(channel, compensated, sum.indices, sum.values, settled.values);
     } else {
-      co_await all_reduce(channel, sum.values, settled.values);
+      co_await all_reduce(channel, channel.values(), sum.values, settled.values);
     }
   }
 

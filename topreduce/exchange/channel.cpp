@@ -4,7 +4,6 @@
 #include <array>
 #include <string>
 
-#include "topreduce/wire/little_endian.h"
 #include "topreduce/wire/payload.h"
 
 namespace topreduce::exchange {
@@ -13,7 +12,6 @@ using comm::at;
 
 namespace {
 
-constexpr std::size_t kCountBytes = sizeof(std::uint32_t);
 constexpr std::size_t kMostAround = 64;  // bytes that stand around values, or about so many
 
 }  // namespace
@@ -31,7 +29,7 @@ void Channel::open(Communicator& comm, const Subject& subject,
   chosen_ = false;
   parameters_.clear();
   for (const Segment& segment : compensated.segments()) {
-    parameters_.push_back({segment.start, segment.start + static_cast<Index>(segment.size())});
+    parameters_.push_back({segment.start, static_cast<Index>(segment.end())});
   }
   rounds_ = 0;
   finite_ = true;
@@ -54,10 +52,13 @@ wire::Identity Channel::identity() const {
           .disagreement = disagreement_};
 }
 
+std::string Channel::title() const {
+  return "rank " + std::to_string(rank()) + ", step " + std::to_string(subject_.step) +
+         ", bucket of parameter " + std::to_string(subject_.exchange);
+}
+
 void Channel::refuse(int from, const char* what) const {
-  throw WireError("rank " + std::to_string(rank()) + ", step " + std::to_string(subject_.step) +
-                  ", bucket of parameter " + std::to_string(subject_.exchange) +
-                  ", message from rank " + std::to_string(from) + ": " + what);
+  throw WireError(title() + ", message from rank " + std::to_string(from) + ": " + what);
 }
 
 // ---- rounds ------------------------------------------------------------------------------------
@@ -77,6 +78,13 @@ Channel::Round Channel::open_round() {
 
 void Channel::post(const Round& round, int to, std::span<const std::byte> payload) {
   comm_->post(to, round.tag, wire::seal(identity(), round.tag.round, payload), payload);
+}
+
+void Channel::post_to_all(const Round& round, std::span<const std::byte> payload) {
+  const wire::Seal seal = wire::seal(identity(), round.tag.round, payload);
+  for (int turn = 1; turn < ranks(); ++turn) {  // not everyone to the same rank at once
+    comm_->post((rank() + turn) % ranks(), round.tag, seal, payload);
+  }
 }
 
 std::span<const std::byte> Channel::payload(const Round& round, int from) const {
@@ -105,9 +113,7 @@ void Channel::reduce_natively(Buffer<float>& scratch, std::span<float> values) {
   add_up_natively(scratch);
   for (std::size_t i = 0; i < numbers.size(); ++i) {
     if (scratch[i] == numbers[i] * static_cast<float>(ranks())) continue;
-    throw WireError("rank " + std::to_string(rank()) + ", step " + std::to_string(subject_.step) +
-                    ", bucket of parameter " + std::to_string(subject_.exchange) + ": " +
-                    disagreement_);
+    throw WireError(title() + ": " + disagreement_);
   }
   if (chosen_) return add_up_natively(values);
   std::ranges::copy(std::span(scratch).subspan(numbers.size()), values.begin());
@@ -123,28 +129,14 @@ void Channel::add_up_natively(std::span<float> values) {
 
 void Channel::encode(wire::Pieces pieces, const SparseVector& entries, SparseVector& rounded,
                      Bytes& out) {
-  // The number of values, 32 bits, then the values.
-  const std::size_t start = out.size();
-  make_room(out, start + kCountBytes + wire::largest_payload(entries.size(), pieces.size()));
-  out.resize(start + kCountBytes);
-  const wire::Encoded encoded = wire::encode_entries(values_, pieces, entries, out, rounded);
-  wire::store(out.data() + start, static_cast<std::uint32_t>(encoded.count));
-  finite_ = finite_ && encoded.finite;
-}
-
-void Channel::decode(wire::Pieces pieces, std::span<const std::byte> payload,
-                     SparseVector& entries) const {
-  if (payload.size() < kCountBytes) {
-    throw WireError("message: " + std::to_string(payload.size()) + " bytes are no entries");
-  }
-  const auto count = wire::load<std::uint32_t>(payload.data());
-  wire::decode_entries(values_, pieces, count, payload.subspan(kCountBytes), entries);
+  make_room(out, out.size() + wire::largest_payload(entries.size(), pieces.size()));
+  finite_ = wire::encode_entries(values_, pieces, entries, out, rounded) && finite_;
 }
 
 void Channel::decode_from(int from, wire::Pieces pieces, std::span<const std::byte> payload,
                           SparseVector& entries) const {
   try {
-    decode(pieces, payload, entries);
+    wire::decode_entries(values_, pieces, payload, entries);
   } catch (const WireError& error) {
     refuse(from, error.what());
   }
@@ -164,11 +156,7 @@ Channel::Round Channel::send_to_all(wire::Pieces pieces, const SparseVector& min
 
 Channel::Round Channel::send_payload_to_all(std::span<const std::byte> payload) {
   const Round round = open_round();
-  if (ranks() == 1) return round;
-  const wire::Seal seal = wire::seal(identity(), round.tag.round, payload);
-  for (int turn = 1; turn < ranks(); ++turn) {  // not everyone to the same rank at once
-    comm_->post((rank() + turn) % ranks(), round.tag, seal, payload);
-  }
+  if (ranks() > 1) post_to_all(round, payload);
   return round;
 }
 
@@ -223,8 +211,7 @@ void Channel::carry(int sender, std::span<const std::byte> payload) {
   if (payload.empty()) return;
   comm::append_varint(carried_, at(sender));
   comm::append_varint(carried_, payload.size());
-  make_room(carried_, carried_.size() + payload.size());
-  carried_.insert(carried_.end(), payload.begin(), payload.end());
+  append(carried_, payload);
 }
 
 Channel::Round Channel::carry_to_all(const Round& came) {
@@ -291,16 +278,13 @@ void Channel::post_values(const Round& round, int to, std::span<const std::size_
   workspace_->payload.clear();
   make_room(workspace_->payload, kMostAround + 2 * lengths.size() + values.size_bytes());
   finite_ = wire::encode_values(values_, lengths, values, workspace_->payload, rounded) && finite_;
-  if (to != kNobody) return post(round, to, workspace_->payload);
+  if (to != kNobody) post(round, to, workspace_->payload);
 }
 
 void Channel::post_values_to_all(const Round& round, std::span<const std::size_t> lengths,
                                  std::span<const float> values, std::span<float> rounded) {
   post_values(round, kNobody, lengths, values, rounded);
-  const wire::Seal seal = wire::seal(identity(), round.tag.round, workspace_->payload);
-  for (int turn = 1; turn < ranks(); ++turn) {
-    comm_->post((rank() + turn) % ranks(), round.tag, seal, workspace_->payload);
-  }
+  post_to_all(round, workspace_->payload);
 }
 
 void Channel::read_values(const Round& round, int from, std::span<const std::size_t> lengths,
@@ -313,7 +297,7 @@ void Channel::read_values(const Round& round, int from, std::span<const std::siz
   }
 }
 
-void take_from(const SparseVector& rounded, SparseVector& exact) {
+void to_rounding_error(const SparseVector& rounded, SparseVector& exact) {
   std::size_t next = 0;
   for (std::size_t i = 0; i < exact.size(); ++i) {
     const bool there = next < rounded.size() && rounded.indices[next] == exact.indices[i];

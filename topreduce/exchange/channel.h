@@ -2,12 +2,13 @@
 
 #include <coroutine>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "topreduce/comm/communicator.h"
 #include "topreduce/compensated_gradient.h"
-#include "topreduce/exchange/frame_pool.h"
+#include "topreduce/exchange/coroutine_pool.h"
 #include "topreduce/exchange/regions.h"
 #include "topreduce/fingerprint.h"
 #include "topreduce/pool.h"
@@ -42,7 +43,7 @@ struct Subject {
   std::uint32_t exchange = 0;  ///< its number, the same on all ranks: that of its first parameter
   std::uint64_t run = 0, step = 0;
   std::uint64_t parameters = 0;  ///< fingerprint of the parameters it spans
-  wire::Values values = wire::Values::fp32;
+  wire::ValueFormat values = wire::ValueFormat::fp32;
   bool native = false;  ///< sums by the transport's own all-reduce
 };
 
@@ -57,16 +58,16 @@ class Channel {
 
   int rank() const { return comm_->rank(); }
   int ranks() const { return comm_->size(); }
-  wire::Values values() const { return values_; }
+  wire::ValueFormat values() const { return values_; }
   /// Whether values change on their way, so that settled and sent must be told apart.
-  bool rounds_values() const { return ranks() > 1 && values_ != wire::Values::fp32; }
+  bool rounds_values() const { return ranks() > 1 && values_ != wire::ValueFormat::fp32; }
   /// Values that are rounded together: who splits them otherwise would round them otherwise.
   std::size_t values_per_scale() const { return wire::values_per_scale(values_); }
   /// The parameters, as pieces of the exchange.
   wire::Pieces parameters() const { return parameters_; }
   Workspace& workspace() { return *workspace_; }
   std::uint32_t number() const { return subject_.exchange; }  ///< of the exchange
-  FramePool& frames() { return frames_; }
+  CoroutinePool& coroutine_pool() { return coroutine_pool_; }
 
   /// From here on messages are stamped with the fingerprint of a choice that all ranks must have
   /// made alike; a message with another one is a WireError that says `disagreement`.
@@ -143,7 +144,6 @@ class Channel {
   Round send_payload_to_all(std::span<const std::byte> payload);
   std::span<const std::byte> payload(const Round& round, int from) const;
   void encode(wire::Pieces pieces, const SparseVector& entries, SparseVector& rounded, Bytes& out);
-  void decode(wire::Pieces pieces, std::span<const std::byte> payload, SparseVector& entries) const;
 
   // ---- values at places that all ranks know ----
 
@@ -158,7 +158,7 @@ class Channel {
   /// The next round has this number: for those that not all ranks take part in.
   void number_next_round(std::uint32_t number) { rounds_ = number; }
   /// Values of this format from here on; returns the one before.
-  wire::Values set_values(wire::Values values) { return std::exchange(values_, values); }
+  wire::ValueFormat set_values(wire::ValueFormat values) { return std::exchange(values_, values); }
 
   /// The messages of a round are read: their memory is free.
   void close(const Round& round) { comm_->release(round.tag); }
@@ -183,11 +183,13 @@ class Channel {
   void carry(int sender, std::span<const std::byte> payload);
   wire::Identity identity() const;
   void post(const Round& round, int to, std::span<const std::byte> payload);
+  void post_to_all(const Round& round, std::span<const std::byte> payload);
   void decode_from(int from, wire::Pieces pieces, std::span<const std::byte> payload,
                    SparseVector& entries) const;
   // Calls read(r, payload) for every other rank, on several threads.
   template <class Read>
   void read_each(const Round& round, Read&& read);
+  std::string title() const;  // how errors call this exchange
   [[noreturn]] void refuse(int from, const char* what) const;
   void add_up_natively(std::span<float> values);
 
@@ -196,7 +198,7 @@ class Channel {
   Threads* threads_ = &Threads::none();
   Workspace* workspace_ = nullptr;
   Subject subject_;
-  wire::Values values_ = wire::Values::fp32;
+  wire::ValueFormat values_ = wire::ValueFormat::fp32;
   std::uint64_t contents_ = 0;
   const char* disagreement_ = nullptr;
   std::vector<wire::Piece> parameters_;
@@ -206,7 +208,7 @@ class Channel {
   bool finite_ = true;
   std::coroutine_handle<> waiting_;
   Round awaited_{};
-  FramePool frames_;
+  CoroutinePool coroutine_pool_;
 };
 
 template <class Read>
@@ -219,8 +221,8 @@ void Channel::read_each(const Round& round, Read&& read) {
   close(round);
 }
 
-/// `exact` becomes what rounding changed: rounded - exact. Entries of `rounded` are among them; one
-/// that is missing there was rounded to zero.
-void take_from(const SparseVector& rounded, SparseVector& exact);
+/// `exact` becomes what rounding changed of it: rounded - exact. Entries of `rounded` are among
+/// them; one that is missing there was rounded to zero.
+void to_rounding_error(const SparseVector& rounded, SparseVector& exact);
 
 }  // namespace topreduce::exchange

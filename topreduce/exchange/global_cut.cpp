@@ -48,9 +48,7 @@ Task GlobalCut::find(const SparseVector& mine, std::size_t k, Channel& channel) 
       histogram_[bin] = static_cast<float>(counts[bin] % kLowCount);
       histogram_[kBins + bin] = static_cast<float>(counts[bin] / kLowCount);
     }
-    const wire::Values given = channel.set_values(wire::Values::fp32);
-    co_await all_reduce(channel, histogram_, {});
-    channel.set_values(given);
+    co_await all_reduce(channel, wire::ValueFormat::fp32, histogram_, {});
 
     std::size_t bin = kBins - 1;
     for (; bin > 0 && count_at(histogram_, bin) < wanted; --bin) {

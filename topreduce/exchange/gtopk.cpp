@@ -18,9 +18,9 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cmath>
 
 #include "topreduce/catalog.h"
+#include "topreduce/topk_filter.h"
 
 namespace topreduce::exchange {
 namespace {
@@ -53,7 +53,7 @@ class GTopk final : public Exchange {
       const auto meeting = channel.send(to, *sum, *rounded, from);
       if (sends) {
         changes->back().assign(*sum);
-        take_from(*rounded, changes->back());
+        to_rounding_error(*rounded, changes->back());
         break;  // the sum is the other's now
       }
       co_await channel.arrival(meeting);
@@ -68,7 +68,7 @@ class GTopk final : public Exchange {
       changes->back().assign(*sum);
       rounded->assign(*sum);
       if (ranks > 1) channel.encode(channel.parameters(), *sum, *rounded, *payload);
-      take_from(*rounded, changes->back());
+      to_rounding_error(*rounded, changes->back());
       result.sum.assign(*rounded);
     }
     for (int round = rounds; round-- > 0;) {
@@ -114,22 +114,14 @@ class GTopk final : public Exchange {
     }
     std::size_t first = 0, of_mine = 0, of_theirs = 0;
     for (const Segment& segment : compensated.segments()) {
-      const std::uint64_t end = segment.start + std::uint64_t{segment.size()};
-      const std::size_t last = next_from(merged_, first, end);
-      const std::size_t mine = next_from(meeting_[0], of_mine, end);
-      const std::size_t theirs = next_from(meeting_[1], of_theirs, end);
+      const std::size_t last = end_of_range(merged_.indices, first, segment.end());
+      const std::size_t mine = end_of_range(meeting_[0].indices, of_mine, segment.end());
+      const std::size_t theirs = end_of_range(meeting_[1].indices, of_theirs, segment.end());
       keep(merged_, first, last, std::max(mine - of_mine, theirs - of_theirs), sum, cut);
       first = last;
       of_mine = mine;
       of_theirs = theirs;
     }
-  }
-
-  static std::size_t next_from(const SparseVector& entries, std::size_t first, std::uint64_t end) {
-    const auto begin = entries.indices.begin();
-    return static_cast<std::size_t>(
-        std::lower_bound(begin + static_cast<std::ptrdiff_t>(first), entries.indices.end(), end) -
-        begin);
   }
 
   // Appends the k strongest of a range to `sum`, ties to the lower index, and the rest, negative,
@@ -138,21 +130,12 @@ class GTopk final : public Exchange {
                    SparseVector& sum, SparseVector& cut) {
     const std::size_t count = last - first, kept = std::min(k, count);
     if (count == 0) return;
-    const std::span<const float> values(entries.values.data() + first, count);
-    float weakest = 0;
-    std::size_t ties = count;
-    if (kept < count) {
-      weakest = kernels::kth_magnitude(values, kept);
-      ties = kept - static_cast<std::size_t>(std::ranges::count_if(
-                        values, [&](float value) { return std::abs(value) > weakest; }));
-    }
+    TopkFilter strongest({entries.values.data() + first, count}, k);
     std::size_t out = sum.size(), dropped = cut.size();
     sum.resize(out + kept);
     cut.resize(dropped + count - kept);
     for (std::size_t i = first; i < last; ++i) {
-      const float magnitude = std::abs(entries.values[i]);
-      const bool stays = magnitude > weakest || (magnitude == weakest && ties > 0);
-      if (magnitude == weakest && ties > 0) --ties;
+      const bool stays = strongest.keeps(entries.values[i]);
       SparseVector& home = stays ? sum : cut;
       std::size_t& place = stays ? out : dropped;
       home.indices[place] = entries.indices[i];

@@ -121,9 +121,7 @@ class OkTopk final : public Exchange {
     if (agree_) {
       const auto bounds = bounds_.take(channel.number());
       regions_.propose(compensated.segments(), selected, *bounds);
-      const wire::Values given = channel.set_values(wire::Values::fp32);
-      co_await all_reduce(channel, *bounds, {});
-      channel.set_values(given);
+      co_await all_reduce(channel, wire::ValueFormat::fp32, *bounds, {});
       regions_.learn(compensated.segments(), *bounds);
     }
     regions_.map(compensated.segments(), channel.ranks(), *regions);
@@ -170,7 +168,7 @@ class OkTopk final : public Exchange {
           to_all, [&](int r) { return wire::Pieces(regions->owned[comm::at(r)]); }, *rounded,
           work.incoming);
     }
-    take_from(*rounded, *rounding);
+    to_rounding_error(*rounded, *rounding);
     work.adder.add(work.incoming, compensated.size(), shown_);
     remember(shown_);
     result.sum.clear();

@@ -10,33 +10,11 @@
 namespace topreduce::exchange {
 namespace {
 
-// Calls body(piece, first, last) with the range of `entries` in each piece.
-template <class Body>
-void for_each_range(const SparseVector& entries, std::span<const Regions::Piece> pieces,
-                    Body&& body) {
-  auto first = entries.indices.begin();
-  for (const Regions::Piece& piece : pieces) {
-    const auto last = std::lower_bound(first, entries.indices.end(), piece.end);
-    body(piece, static_cast<std::size_t>(first - entries.indices.begin()),
-         static_cast<std::size_t>(last - entries.indices.begin()));
-    first = last;
-  }
-}
-
 void append(const SparseVector& entries, std::size_t first, std::size_t last, SparseVector& part) {
   const std::size_t before = part.size();
   part.resize(before + last - first);
   std::copy_n(entries.indices.data() + first, last - first, part.indices.data() + before);
   std::copy_n(entries.values.data() + first, last - first, part.values.data() + before);
-}
-
-// The range of `entries` in a segment, given where it starts.
-std::size_t end_of(const Segment& segment, const SparseVector& entries, std::size_t first) {
-  const auto begin = entries.indices.begin();
-  const auto end = static_cast<std::uint64_t>(segment.start) + segment.size();
-  return static_cast<std::size_t>(
-      std::lower_bound(begin + static_cast<std::ptrdiff_t>(first), entries.indices.end(), end) -
-      begin);
 }
 
 }  // namespace
@@ -60,7 +38,8 @@ void Regions::propose(std::span<const Segment> segments, const SparseVector& ent
   float* out = sums.data();
   std::size_t first = 0;
   for (const Segment& segment : segments) {
-    const std::size_t last = end_of(segment, entries, first), count = last - first;
+    const std::size_t last = end_of_range(entries.indices, first, segment.end());
+    const std::size_t count = last - first;
     if (count >= kParts) {
       for (std::size_t i = 1; i < kParts; ++i) {
         const Index place = entries.indices[first + count * i / kParts] - segment.start;
@@ -140,8 +119,8 @@ void Regions::visit(std::string_view name, StateVisitor& visitor) {
 void split(const SparseVector& entries, std::span<const Regions::Piece> pieces,
            std::span<SparseVector> outgoing) {
   for (SparseVector& part : outgoing) part.clear();
-  for_each_range(entries, pieces, [&](const auto& piece, std::size_t first, std::size_t last) {
-    append(entries, first, last, outgoing[piece.owner]);
+  for_each_range(entries.indices, pieces, [&](std::size_t p, std::size_t first, std::size_t last) {
+    append(entries, first, last, outgoing[pieces[p].owner]);
   });
 }
 
@@ -149,20 +128,20 @@ void deal_out(const SparseVector& entries, std::span<const Regions::Piece> piece
               std::size_t owner, std::size_t grain, std::span<SparseVector> outgoing) {
   for (SparseVector& part : outgoing) part.clear();
   const std::size_t parts = outgoing.size();
-  for_each_range(entries, pieces, [&](const auto& piece, std::size_t first, std::size_t last) {
+  for_each_range(entries.indices, pieces, [&](std::size_t p, std::size_t first, std::size_t last) {
     const std::size_t grains = (last - first + grain - 1) / grain;
     for (std::size_t r = 0; r < parts; ++r) {
       append(entries, std::min(last, first + grains * r / parts * grain),
              std::min(last, first + grains * (r + 1) / parts * grain),
-             outgoing[(owner + piece.parameter + r) % parts]);
+             outgoing[(owner + pieces[p].parameter + r) % parts]);
     }
   });
 }
 
 void count_by_owner(const SparseVector& entries, std::span<const Regions::Piece> pieces,
                     std::span<double> counts) {
-  for_each_range(entries, pieces, [&](const auto& piece, std::size_t first, std::size_t last) {
-    counts[piece.owner] += static_cast<double>(last - first);
+  for_each_range(entries.indices, pieces, [&](std::size_t p, std::size_t first, std::size_t last) {
+    counts[pieces[p].owner] += static_cast<double>(last - first);
   });
 }
 

@@ -5,7 +5,7 @@
 #include <exception>
 #include <utility>
 
-#include "topreduce/exchange/frame_pool.h"
+#include "topreduce/exchange/coroutine_pool.h"
 
 namespace topreduce::exchange {
 
@@ -35,17 +35,18 @@ class [[nodiscard]] Task {
     // Among the arguments of the coroutine is the channel, which has memory for it.
     template <class... Arguments>
     static void* operator new(std::size_t size, Arguments&... arguments) {
-      FramePool* pool = nullptr;
-      (find_frames(arguments, pool), ...);
-      return FramePool::allocate(size, pool);
+      CoroutinePool* pool = nullptr;
+      (find_pool(arguments, pool), ...);
+      return CoroutinePool::allocate(size, pool);
     }
     static void operator delete(void* memory, std::size_t size) {
-      FramePool::release(memory, size);
+      CoroutinePool::release(memory, size);
     }
 
     template <class Argument>
-    static void find_frames(Argument& argument, FramePool*& pool) {
-      if constexpr (requires { pool = &argument.frames(); }) pool = &argument.frames();
+    static void find_pool(Argument& argument, CoroutinePool*& pool) {
+      if constexpr (requires { pool = &argument.coroutine_pool(); })
+        pool = &argument.coroutine_pool();
     }
 
     std::coroutine_handle<> caller = std::noop_coroutine();

@@ -43,7 +43,7 @@ class TopkDsa final : public Exchange {
     work.adder.add(work.incoming, compensated.size(), *rounding);
     const auto to_all =
         channel.send_to_all(regions->owned[comm::at(channel.rank())], *rounding, *rounded);
-    take_from(*rounded, *rounding);  // the rounding of its sums is the owner's
+    to_rounding_error(*rounded, *rounding);  // the rounding of its sums is the owner's
     co_await channel.arrival(to_all);
 
     channel.read_from_all(

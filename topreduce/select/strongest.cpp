@@ -4,6 +4,8 @@
 #include <cmath>
 #include <limits>
 
+#include "topreduce/topk_filter.h"
+
 namespace topreduce::select {
 namespace {
 
@@ -64,26 +66,17 @@ void Strongest::make_space(std::size_t more) {
 float Strongest::cut() {
   if (count_ == 0) return 0;
   const std::span<float> values(candidates_.values.data(), count_);
-  const std::size_t kept = std::min(limit_, count_);
-  const float weakest = kernels::kth_magnitude(values, kept);
-  if (count_ <= limit_) return weakest;
+  if (count_ <= limit_) return kernels::kth_magnitude(values, count_);
 
-  std::size_t stronger = 0;
-  for (const float value : values) stronger += std::abs(value) > weakest;
-  std::size_t ties = kept - stronger;
+  TopkFilter filter(values, limit_);
   std::size_t out = 0;
-  for (std::size_t i = 0; i < count_ && out < kept; ++i) {
-    const float magnitude = std::abs(values[i]);
-    if (magnitude < weakest) continue;
-    if (magnitude == weakest) {
-      if (ties == 0) continue;
-      --ties;
-    }
+  for (std::size_t i = 0; i < count_ && out < limit_; ++i) {
+    if (!filter.keeps(values[i])) continue;
     candidates_.indices[out] = candidates_.indices[i];
     values[out++] = values[i];
   }
-  count_ = kept;
-  return weakest;
+  count_ = limit_;
+  return filter.weakest();
 }
 
 float Strongest::finish(SparseVector& selected) {

@@ -64,17 +64,17 @@ void pack_lows(const Index* gaps, unsigned parameter, std::byte* out) {
   const Word mask = hn::Set(d, (std::uint32_t{1} << parameter) - 1);
   for (std::size_t half = 0; half < kStrings; half += kLanes) {
     std::byte* words = out + 4 * half;
-    Word compensated = hn::Zero(d);
+    Word pending = hn::Zero(d);
     unsigned filled = 0;
     for (std::size_t row = 0; row < kRows; ++row) {
       const Word low = hn::And(hn::LoadU(d, gaps + row * kStrings + half), mask);
-      compensated = hn::Or(compensated, hn::ShiftLeftSame(low, static_cast<int>(filled)));
+      pending = hn::Or(pending, hn::ShiftLeftSame(low, static_cast<int>(filled)));
       filled += parameter;
       if (filled < 32) continue;
-      store_words(compensated, words);
+      store_words(pending, words);
       words += 4 * kStrings;
       filled -= 32;
-      compensated = hn::ShiftRightSame(low, static_cast<int>(parameter - filled));
+      pending = hn::ShiftRightSame(low, static_cast<int>(parameter - filled));
     }
   }
 }
@@ -188,16 +188,16 @@ unsigned best_parameter(const Index* gaps, unsigned guess) {
 
 void pack_lows(const Index* gaps, unsigned parameter, std::byte* out) {
   for (std::size_t string = 0; string < 8; ++string) {
-    std::uint64_t compensated = 0;
+    std::uint64_t pending = 0;
     unsigned filled = 0;
     std::size_t word = string;
     for (std::size_t j = string; j < kBlockGaps; j += 8) {
-      compensated |= std::uint64_t{gaps[j] & ((std::uint32_t{1} << parameter) - 1)} << filled;
+      pending |= std::uint64_t{gaps[j] & ((std::uint32_t{1} << parameter) - 1)} << filled;
       filled += parameter;
       if (filled < 32) continue;
-      store(out + 4 * word, static_cast<std::uint32_t>(compensated));
+      store(out + 4 * word, static_cast<std::uint32_t>(pending));
       word += 8;
-      compensated >>= 32;
+      pending >>= 32;
       filled -= 32;
     }
   }

@@ -1,11 +1,11 @@
 // The payload of entries:
 //
+//   the number of values       32 bits
 //   two bits for every piece   0: entries with indices; 1: every place has its entry; 2: zeros
 //   stand
 //                              where there are none, because that is smaller
 //   the indices                of all pieces that have them, as if those lay side by side: the
-//   front
-//                              of rice.h
+//                              front of rice.h
 //   the values                 a run for each piece (formats/format.h)
 //   the back of rice.h
 //
@@ -17,7 +17,6 @@
 #include <array>
 #include <cassert>
 #include <cmath>
-#include <cstring>
 #include <functional>
 #include <numeric>
 #include <stdexcept>
@@ -25,12 +24,15 @@
 
 #include "topreduce/wire/formats/format.h"
 #include "topreduce/wire/gap_block.h"
+#include "topreduce/wire/little_endian.h"
 #include "topreduce/wire/rice.h"
 
 namespace topreduce::wire {
 namespace {
 
-enum class Extent : unsigned { listed = 0, full = 1, filled = 2 };
+constexpr std::size_t kCountBytes = sizeof(std::uint32_t);
+
+enum class Extent : unsigned { listed = 0, full = 1, zero_filled = 2 };
 
 // An index costs a bit for every place and a 32nd for every entry at most: the bitmap that Rice
 // codes become. Where zeros at all other places take less, they are written instead. Decided by
@@ -39,7 +41,7 @@ Extent extent_of(const Format& format, std::size_t count, std::size_t size) {
   if (count == size) return size > 0 ? Extent::full : Extent::listed;
   if (!format.has_zero) return Extent::listed;
   const std::size_t listed = 8 * format.run_bytes(count) + size + count / 32;
-  return 8 * format.run_bytes(size) <= listed ? Extent::filled : Extent::listed;
+  return 8 * format.run_bytes(size) <= listed ? Extent::zero_filled : Extent::listed;
 }
 
 std::size_t extent_bytes(Pieces pieces) {
@@ -54,21 +56,9 @@ Extent read_extent(const std::byte* extents, std::size_t piece) {
   return static_cast<Extent>(static_cast<unsigned>(extents[piece / 4]) >> 2 * (piece % 4) & 3);
 }
 
-// Calls body(piece number, first, last) with the range of `entries` in each piece.
-template <class Body>
-void for_each_range(std::span<const Index> indices, Pieces pieces, Body&& body) {
-  auto first = indices.begin();
-  for (std::size_t p = 0; p < pieces.size(); ++p) {
-    const auto last = std::lower_bound(first, indices.end(), pieces[p].end);
-    body(p, static_cast<std::size_t>(first - indices.begin()),
-         static_cast<std::size_t>(last - indices.begin()));
-    first = last;
-  }
-}
-
 // Moves entries down to `out`, without their zeros; returns the new end.
-std::size_t move_down_nonzero(SparseVector& entries, std::size_t first, std::size_t last,
-                              std::size_t out) {
+std::size_t compact_nonzero(SparseVector& entries, std::size_t first, std::size_t last,
+                            std::size_t out) {
   for (std::size_t i = first; i < last; ++i) {
     entries.indices[out] = entries.indices[i];
     entries.values[out] = entries.values[i];
@@ -78,7 +68,7 @@ std::size_t move_down_nonzero(SparseVector& entries, std::size_t first, std::siz
 }
 
 void refuse(const std::string& what) {
-  throw std::invalid_argument("pack: " + what);
+  throw std::invalid_argument("encode_entries: " + what);
 }
 
 [[noreturn]] void refuse_length(std::size_t came, const std::string& expected) {
@@ -106,7 +96,7 @@ class GapStream {
     }
   }
 
-  RiceWriter& end() {
+  RiceWriter& finish() {
     if (filled_ > 0) flush();
     return writer_;
   }
@@ -141,9 +131,10 @@ void check(Pieces pieces, const SparseVector& entries) {
 // A piece with zeros at all places that are not among `entries`, some blocks at a time. Receivers
 // cannot tell a zero from a place where nothing was: entries that become one are left out. Returns
 // the new end of `rounded`, which has `kept` entries so far.
-std::size_t encode_filled(const Format& format, const Piece& piece, std::span<const Index> indices,
-                          const float* values, std::byte*& codes, SparseVector& rounded,
-                          std::size_t kept, bool& finite) {
+std::size_t encode_zero_filled(const Format& format, const Piece& piece,
+                               std::span<const Index> indices, const float* values,
+                               std::byte*& codes, SparseVector& rounded, std::size_t kept,
+                               bool& finite) {
   constexpr std::size_t kPlaces = 512;
   static_assert(kPlaces % 64 == 0);
   std::size_t next = 0;
@@ -167,17 +158,17 @@ std::size_t encode_filled(const Format& format, const Piece& piece, std::span<co
 
 }  // namespace
 
-Encoded encode_entries(Values values, Pieces pieces, const SparseVector& entries, Bytes& out,
-                       SparseVector& rounded) {
+bool encode_entries(ValueFormat values, Pieces pieces, const SparseVector& entries, Bytes& out,
+                    SparseVector& rounded) {
   const Format& format = format_of(values);
   check(pieces, entries);
   const std::size_t start = out.size();
   out.resize(start + largest_payload(entries.size(), pieces.size()));
-  std::byte* const extents = out.data() + start;
+  std::byte* const extents = out.data() + start + kCountBytes;
   std::byte* const back = out.data() + out.size();
   std::fill_n(extents, extent_bytes(pieces), std::byte{0});
 
-  Encoded encoded{0, true};
+  std::size_t count = 0;  // of values
   GapStream gaps(extents + extent_bytes(pieces), back);
   std::size_t before = 0;  // places in pieces with indices
   const auto indices = std::span<const Index>(entries.indices);
@@ -185,24 +176,26 @@ Encoded encode_entries(Values values, Pieces pieces, const SparseVector& entries
     const auto [begin, end] = pieces[p];
     const Extent extent = extent_of(format, last - first, end - begin);
     write_extent(extents, p, extent);
-    encoded.count += extent == Extent::listed ? last - first : end - begin;
+    count += extent == Extent::listed ? last - first : end - begin;
     if (extent != Extent::listed) return;
     gaps.put(indices.subspan(first, last - first), before - begin);
     before += end - begin;
   });
-  RiceWriter& rice = gaps.end();
+  RiceWriter& rice = gaps.finish();
+  store(out.data() + start, static_cast<std::uint32_t>(count));
 
-  std::byte* codes = rice.end();
+  bool finite = true;
+  std::byte* codes = rice.finish();
   if (&rounded != &entries) rounded.resize(entries.size());
   std::size_t kept = 0;
   for_each_range(indices, pieces, [&](std::size_t p, std::size_t first, std::size_t last) {
     const auto range = indices.subspan(first, last - first);
     const float* const from = entries.values.data() + first;
-    if (read_extent(extents, p) == Extent::filled) {
-      kept = encode_filled(format, pieces[p], range, from, codes, rounded, kept, encoded.finite);
+    if (read_extent(extents, p) == Extent::zero_filled) {
+      kept = encode_zero_filled(format, pieces[p], range, from, codes, rounded, kept, finite);
       return;
     }
-    encoded.finite &= format.encode({from, range.size()}, codes, rounded.values.data() + kept);
+    finite &= format.encode({from, range.size()}, codes, rounded.values.data() + kept);
     codes += format.run_bytes(range.size());
     if (rounded.indices.data() + kept != range.data()) {
       std::copy_n(range.data(), range.size(), rounded.indices.data() + kept);
@@ -212,10 +205,10 @@ Encoded encode_entries(Values values, Pieces pieces, const SparseVector& entries
   rounded.resize(kept);
   codes = std::copy(rice.back(), back, codes);
   out.resize(static_cast<std::size_t>(codes - out.data()));
-  return encoded;
+  return finite;
 }
 
-bool encode_values(Values values_format, std::span<const std::size_t> lengths,
+bool encode_values(ValueFormat values_format, std::span<const std::size_t> lengths,
                    std::span<const float> values, Bytes& out, std::span<float> rounded) {
   const Format& format = format_of(values_format);
   const std::size_t start = out.size();
@@ -235,22 +228,27 @@ bool encode_values(Values values_format, std::span<const std::size_t> lengths,
 
 // ---- reading -----------------------------------------------------------------------------------
 
-void decode_entries(Values values, Pieces pieces, std::size_t count,
-                    std::span<const std::byte> payload, SparseVector& entries) {
+void decode_entries(ValueFormat values, Pieces pieces, std::span<const std::byte> payload,
+                    SparseVector& entries) {
   const Format& format = format_of(values);
+  const std::size_t before_indices = kCountBytes + extent_bytes(pieces);
+  if (payload.size() < before_indices) {
+    refuse_length(payload.size(), "at least " + std::to_string(before_indices));
+  }
+  const std::size_t count = load<std::uint32_t>(payload.data());
   // No run of values is shorter than its codes side by side.
   const std::size_t least =
-      extent_bytes(pieces) +
+      before_indices +
       static_cast<std::size_t>(bits_per_value(values) * static_cast<double>(count) / 8);
   if (payload.size() < least) {
     refuse_length(payload.size(), "at least " + std::to_string(least) + " for " +
                                       std::to_string(count) + " entries");
   }
-  const std::byte* const extents = payload.data();
+  const std::byte* const extents = payload.data() + kCountBytes;
   std::size_t places = 0, whole = 0;  // with indices, without
   for (std::size_t p = 0; p < pieces.size(); ++p) {
     const Extent extent = read_extent(extents, p);
-    if (extent > Extent::filled) throw WireError("message: extent is 3, expected at most 2");
+    if (extent > Extent::zero_filled) throw WireError("message: extent is 3, expected at most 2");
     (extent == Extent::listed ? places : whole) += pieces[p].end - pieces[p].begin;
   }
   if (count < whole || count - whole > places) {
@@ -261,7 +259,7 @@ void decode_entries(Values values, Pieces pieces, std::size_t count,
   // The indices that travelled are read to the end of their room; from there each finds its place
   // at or before its own.
   const auto travelled = std::span(entries.indices).subspan(whole);
-  const auto coded = payload.subspan(extent_bytes(pieces));
+  const auto coded = payload.subspan(before_indices);
   const RiceBytes rice = read_rice(coded, places, travelled);
 
   auto rest = coded.subspan(rice.front, coded.size() - rice.front - rice.back);
@@ -283,7 +281,7 @@ void decode_entries(Values values, Pieces pieces, std::size_t count,
       read_run(first, end - begin);
       std::iota(entries.indices.begin() + static_cast<std::ptrdiff_t>(first),
                 entries.indices.begin() + static_cast<std::ptrdiff_t>(out), begin);
-      if (extent == Extent::filled) out = move_down_nonzero(entries, first, out, first);
+      if (extent == Extent::zero_filled) out = compact_nonzero(entries, first, out, first);
       continue;
     }
     const auto shift = static_cast<Index>(begin - before);  // may wrap round, and back
@@ -304,7 +302,7 @@ void decode_entries(Values values, Pieces pieces, std::size_t count,
   entries.resize(out);
 }
 
-void decode_values(Values values_format, std::span<const std::size_t> lengths,
+void decode_values(ValueFormat values_format, std::span<const std::size_t> lengths,
                    std::span<const std::byte> payload, std::span<float> values) {
   const Format& format = format_of(values_format);
   std::size_t bytes = 0, place = 0;
@@ -323,7 +321,7 @@ void decode_values(Values values_format, std::span<const std::size_t> lengths,
 std::size_t largest_payload(std::size_t count, std::size_t pieces) {
   // A piece is filled up with zeros only if that takes about a bit for every place, and then its
   // places are at most twice its entries.
-  return 4 * pieces + most_rice_bytes(count) + 5 * count;
+  return kCountBytes + 4 * pieces + most_rice_bytes(count) + 5 * count;
 }
 
 double bits_per_index(double density) {

@@ -5,9 +5,9 @@
 
 #include "topreduce/errors.h"
 #include "topreduce/sparse_vector.h"
-#include "topreduce/wire/values.h"
+#include "topreduce/wire/value_format.h"
 
-// What a message is about, as bytes; who sent it and why stands in its header (message.h).
+// What a message is about, as bytes; what stands before it says for whom it is (seal.h).
 
 namespace topreduce::wire {
 
@@ -19,31 +19,26 @@ struct Piece {
 };
 using Pieces = std::span<const Piece>;
 
-struct Encoded {
-  std::size_t count;  ///< of values, which the receiver must know
-  bool finite;        ///< false: a value is not, and the format cannot say so
-};
-
 /// Appends `entries`, which must lie in `pieces`, to `out`. `rounded` becomes what receivers read:
 /// values are rounded, and in a piece that travels whole because that is smaller, zeros are left
-/// out. It may be `entries` itself. Throws std::invalid_argument, and appends nothing, for entries
-/// elsewhere.
-Encoded encode_entries(Values format, Pieces pieces, const SparseVector& entries, Bytes& out,
-                       SparseVector& rounded);
+/// out. It may be `entries` itself. False: a value is not finite, and the format cannot say so.
+/// Throws std::invalid_argument, and appends nothing, for entries elsewhere.
+bool encode_entries(ValueFormat format, Pieces pieces, const SparseVector& entries, Bytes& out,
+                    SparseVector& rounded);
 
 /// Reads a payload of `encode_entries`. Any bytes at all give entries that lie in `pieces` and
 /// ascend, or a WireError that says what is wrong; nothing is allocated beyond what the pieces and
 /// the length of the payload allow.
-void decode_entries(Values format, Pieces pieces, std::size_t count,
-                    std::span<const std::byte> payload, SparseVector& entries);
+void decode_entries(ValueFormat format, Pieces pieces, std::span<const std::byte> payload,
+                    SparseVector& entries);
 
 /// Values at places that both sides know, lengths[i] of them in piece i: no index travels, and
-/// every value arrives. `rounded` may be `values` itself. False as in Encoded.
-bool encode_values(Values format, std::span<const std::size_t> lengths,
+/// every value arrives. `rounded` may be `values` itself. False as above.
+bool encode_values(ValueFormat format, std::span<const std::size_t> lengths,
                    std::span<const float> values, Bytes& out, std::span<float> rounded);
 
 /// Reads a payload of `encode_values` with the same lengths, exactly values.size() in all.
-void decode_values(Values format, std::span<const std::size_t> lengths,
+void decode_values(ValueFormat format, std::span<const std::size_t> lengths,
                    std::span<const std::byte> payload, std::span<float> values);
 
 /// The most bytes that `count` entries take.

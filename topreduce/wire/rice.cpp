@@ -41,32 +41,32 @@ unsigned best_of_few(std::span<const Index> gaps, unsigned guess) {
 // ---- writing -----------------------------------------------------------------------------------
 
 void RiceWriter::put_bits(std::uint64_t bits, unsigned count) {
-  compensated_ |= bits << filled_;
+  pending_ |= bits << filled_;
   filled_ += count;
   if (filled_ < 64) return;
-  store(front_, compensated_);
+  store(front_, pending_);
   front_ += 8;
   filled_ -= 64;
-  compensated_ = filled_ > 0 ? bits >> (count - filled_) : 0;
+  pending_ = filled_ > 0 ? bits >> (count - filled_) : 0;
 }
 
 void RiceWriter::put_quotients(std::span<const Index> gaps, unsigned parameter) {
-  std::uint64_t compensated = compensated_, filled = filled_;
+  std::uint64_t pending = pending_, filled = filled_;
   std::byte* out = front_;
   const auto flush = [&] {
-    store(out, compensated);
+    store(out, pending);
     out += 8;
-    compensated = 0;
+    pending = 0;
     filled -= 64;
   };
   for (const Index gap : gaps) {
     filled += gap >> parameter;
     while (filled >= 64) flush();
-    compensated |= std::uint64_t{1} << filled;
+    pending |= std::uint64_t{1} << filled;
     ++filled;
   }
   if (filled == 64) flush();
-  compensated_ = compensated;
+  pending_ = pending;
   filled_ = filled;
   front_ = out;
 }
@@ -88,10 +88,10 @@ void RiceWriter::put(std::span<const Index> gaps, std::uint64_t sum) {
   }
 }
 
-std::byte* RiceWriter::end() {
+std::byte* RiceWriter::finish() {
   for (; filled_ > 0; filled_ -= std::min<std::uint64_t>(filled_, 8)) {
-    *front_++ = static_cast<std::byte>(compensated_);
-    compensated_ >>= 8;
+    *front_++ = static_cast<std::byte>(pending_);
+    pending_ >>= 8;
   }
   return front_;
 }

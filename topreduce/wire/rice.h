@@ -33,7 +33,7 @@ class RiceWriter {
   void put(std::span<const Index> gaps, std::uint64_t sum);
 
   /// After the last block: the end of what grows upwards.
-  std::byte* end();
+  std::byte* finish();
   /// The start of what grows downwards.
   std::byte* back() const { return back_; }
 
@@ -42,8 +42,8 @@ class RiceWriter {
   void put_quotients(std::span<const Index> gaps, unsigned parameter);
 
   std::byte *front_, *back_;
-  std::uint64_t compensated_ = 0;  // bits not yet written ...
-  std::uint64_t filled_ = 0;       // ... and how many, fewer than 64 between puts
+  std::uint64_t pending_ = 0;  // bits not yet written ...
+  std::uint64_t filled_ = 0;   // ... and how many, fewer than 64 between puts
 };
 
 struct RiceBytes {

@@ -12,10 +12,22 @@
 
 #include "topreduce/wire/formats/blocks.h"
 
-#if HWY_TARGET != HWY_SCALAR
 HWY_BEFORE_NAMESPACE();
 namespace topreduce::wire::formats {
 namespace HWY_NAMESPACE {
+#if HWY_TARGET == HWY_SCALAR
+
+template <class Packing>
+bool encode_multiples_of_scales(std::span<const float> values, std::byte* out, float* rounded) {
+  return encode_scaled_blocks<Packing::kBits>(values, out, rounded);
+}
+
+template <class Packing>
+void decode_multiples_of_scales(const std::byte* in, std::span<float> values) {
+  decode_scaled_blocks<Packing::kBits>(in, values);
+}
+
+#else
 namespace hn = hwy::HWY_NAMESPACE;
 
 using BlockFloats = hn::CappedTag<float, 16>;
@@ -62,50 +74,52 @@ HWY_INLINE std::uint32_t largest_bits(const float* values) {
   return static_cast<std::uint32_t>(hn::GetLane(hn::MaxOfLanes(ints, largest)));
 }
 
-/// Writes whole blocks; returns how many values that were. pack(codes, out) puts 64 codes side by
-/// side.
-template <unsigned bits, class Pack>
-HWY_INLINE std::size_t encode_whole_blocks(std::span<const float> values, std::byte* out,
-                                           float* rounded, bool& finite, Pack&& pack) {
+/// As encode_scaled_blocks: whole blocks with Packing::pack(codes, out), which puts 64 codes side
+/// by side, and the rest as there.
+template <class Packing>
+HWY_INLINE bool encode_multiples_of_scales(std::span<const float> values, std::byte* out,
+                                           float* rounded) {
+  constexpr unsigned kBits = Packing::kBits;
+  bool finite = true;
   std::size_t done = 0;
   for (; done + kBlockValues <= values.size(); done += kBlockValues) {
     const float* block = values.data() + done;
     const std::uint32_t largest = largest_bits(block);
     const float scale =
-        largest < kInfinity ? scale_of<bits>(float_of(largest) / kLargestCode<bits>) : 0;
+        largest < kInfinity ? scale_of<kBits>(float_of(largest) / kLargestCode<kBits>) : 0;
     finite = finite && largest < kInfinity;
     store(out, Bf16::narrow(scale));
     if (scale == 0) {
-      std::fill_n(out + 2, bits * kBlockValues / 8, std::byte{0});
+      std::fill_n(out + 2, kBits * kBlockValues / 8, std::byte{0});
       std::fill_n(rounded + done, kBlockValues, 0.0f);
     } else {
       alignas(64) std::int8_t codes[kBlockValues];
-      to_multiples(block, scale, kLargestCode<bits>, codes, rounded + done);
-      pack(codes, out + 2);
+      to_multiples(block, scale, kLargestCode<kBits>, codes, rounded + done);
+      Packing::pack(codes, out + 2);
     }
-    out += block_bytes(bits, kBlockValues);
+    out += block_bytes(kBits, kBlockValues);
   }
-  return done;
+  return encode_scaled_blocks<kBits>(values.subspan(done), out, rounded + done) && finite;
 }
 
-/// unpack(in, codes) is the reverse of pack.
-template <unsigned bits, class Unpack>
-HWY_INLINE std::size_t decode_whole_blocks(const std::byte* in, std::span<float> values,
-                                           Unpack&& unpack) {
+/// Packing::unpack(in, codes) is the reverse of pack.
+template <class Packing>
+HWY_INLINE void decode_multiples_of_scales(const std::byte* in, std::span<float> values) {
+  constexpr unsigned kBits = Packing::kBits;
   std::size_t done = 0;
   for (; done + kBlockValues <= values.size(); done += kBlockValues) {
     alignas(64) std::int8_t codes[kBlockValues];
-    const float scale = read_scale<bits>(load<std::uint16_t>(in));
-    unpack(in + 2, codes);
+    const float scale = read_scale<kBits>(load<std::uint16_t>(in));
+    Packing::unpack(in + 2, codes);
     from_multiples(codes, scale, values.data() + done);
-    in += block_bytes(bits, kBlockValues);
+    in += block_bytes(kBits, kBlockValues);
   }
-  return done;
+  decode_scaled_blocks<kBits>(in, values.subspan(done));
 }
 
+#endif  // HWY_TARGET
 }  // namespace HWY_NAMESPACE
 }  // namespace topreduce::wire::formats
 HWY_AFTER_NAMESPACE();
-#endif  // HWY_TARGET
 
 #endif

@@ -146,6 +146,7 @@ void decode_blocks(const std::byte* in, std::span<float> values, DecodeBlock&& d
 }
 
 // ---- codes that are whole numbers in two's complement
+// ---------------------------------------------
 // --------------------------------------------
 
 template <unsigned bits>

@@ -7,8 +7,8 @@
 
 #include "topreduce/wire/little_endian.h"
 
-// A codec rounds a float to a float that it can express, narrows that to its code, and widens the
-// code again. Nothing jumps, so that loops over them become vector code.
+// A kind of floats rounds a float to one that it can express, narrows that to its code, and widens
+// the code again. Nothing jumps, so that loops over them become vector code.
 
 namespace topreduce::wire::formats {
 
@@ -30,7 +30,7 @@ inline std::uint32_t either(bool first, std::uint32_t a, std::uint32_t b) {
 // Clears the lowest bits of a magnitude: to nearest, ties to even. A carry runs into the exponent,
 // which is right: the next number up has the next exponent.
 template <int kBits>
-std::uint32_t clear_bits(std::uint32_t magnitude) {
+std::uint32_t round_off_bits(std::uint32_t magnitude) {
   constexpr std::uint32_t kAlmostHalf = (1u << (kBits - 1)) - 1;
   return (magnitude + kAlmostHalf + ((magnitude >> kBits) & 1)) & ~((1u << kBits) - 1);
 }
@@ -57,7 +57,7 @@ struct Bf16 {
   static float round(float value) {
     const std::uint32_t magnitude = bits_of(value) & ~kSign;
     return float_of((bits_of(value) & kSign) |
-                    saturate(magnitude, clear_bits<16>(magnitude), kLargest));
+                    saturate(magnitude, round_off_bits<16>(magnitude), kLargest));
   }
   static Code narrow(float value) { return static_cast<Code>(bits_of(value) >> 16); }
   static float widen(Code code) { return float_of(static_cast<std::uint32_t>(code) << 16); }
@@ -74,7 +74,7 @@ struct Fp16 {
     const std::uint32_t magnitude = bits_of(value) & ~kSign;
     const std::uint32_t small = bits_of((float_of(magnitude) + 0.5f) - 0.5f);
     const std::uint32_t finite =
-        either(magnitude < kSmallestNormal, small, clear_bits<13>(magnitude));
+        either(magnitude < kSmallestNormal, small, round_off_bits<13>(magnitude));
     return float_of((bits_of(value) & kSign) | saturate(magnitude, finite, kLargest));
   }
 
@@ -97,21 +97,22 @@ struct Fp16 {
   }
 };
 
-template <class Codec>
-void encode_floats(std::span<const float> values, std::byte* out, float* rounded) {
-  using Code = typename Codec::Code;
+template <class Kind>
+bool encode_floats(std::span<const float> values, std::byte* out, float* rounded) {
+  using Code = typename Kind::Code;
   for (std::size_t i = 0; i < values.size(); ++i) {
-    const float value = Codec::round(values[i]);
-    store(out + i * sizeof(Code), Codec::narrow(value));
+    const float value = Kind::round(values[i]);
+    store(out + i * sizeof(Code), Kind::narrow(value));
     rounded[i] = value;
   }
+  return true;
 }
 
-template <class Codec>
+template <class Kind>
 void decode_floats(const std::byte* in, std::span<float> values) {
-  using Code = typename Codec::Code;
+  using Code = typename Kind::Code;
   for (std::size_t i = 0; i < values.size(); ++i) {
-    values[i] = Codec::widen(load<Code>(in + i * sizeof(Code)));
+    values[i] = Kind::widen(load<Code>(in + i * sizeof(Code)));
   }
 }
 

@@ -38,10 +38,6 @@ void encode_without_zero(const Block& values, const Block& magnitudes, float sca
   pack_codes<2>(codes, count, out + 2);
 }
 
-}  // namespace
-
-namespace scalar {
-
 bool encode_int2(std::span<const float> values, std::byte* out, float* rounded) {
   return encode_blocks<2>(values, out, rounded,
                           [](const Block& block, const Block& magnitudes, float largest,
@@ -69,14 +65,10 @@ void decode_int2(const std::byte* in, std::span<float> values) {
   });
 }
 
-}  // namespace scalar
+}  // namespace
 
-bool encode_int2(std::span<const float> values, std::byte* out, float* rounded) {
-  return scalar::encode_int2(values, out, rounded);
-}
-
-void decode_int2(const std::byte* in, std::span<float> values) {
-  scalar::decode_int2(in, values);
+Codec int2() {
+  return {encode_int2, decode_int2, encode_int2, decode_int2};
 }
 
 }  // namespace topreduce::wire::formats

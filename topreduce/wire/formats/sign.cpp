@@ -5,8 +5,7 @@
 #include "topreduce/wire/formats/format.h"
 
 namespace topreduce::wire::formats {
-
-namespace scalar {
+namespace {
 
 bool encode_sign(std::span<const float> values, std::byte* out, float* rounded) {
   return encode_blocks<1>(values, out, rounded,
@@ -33,14 +32,10 @@ void decode_sign(const std::byte* in, std::span<float> values) {
   });
 }
 
-}  // namespace scalar
+}  // namespace
 
-bool encode_sign(std::span<const float> values, std::byte* out, float* rounded) {
-  return scalar::encode_sign(values, out, rounded);
-}
-
-void decode_sign(const std::byte* in, std::span<float> values) {
-  scalar::decode_sign(in, values);
+Codec sign() {
+  return {encode_sign, decode_sign, encode_sign, decode_sign};
 }
 
 }  // namespace topreduce::wire::formats
