@@ -11,6 +11,7 @@ with the right mark all of it is there.
 """
 
 import struct
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ from topreduce.torch.roll_call import RollCall, explain
 Bytes = NDArray[np.uint8]
 
 _HEAD, _MARK = struct.Struct("<IIQ"), struct.Struct("<Q")
-_FRAME, _NOTE, _WORD = range(3)  # kinds: bytes of the core; nothing; why a rank has left
+_FRAME, _NOTE, _WORD, _HERE = range(4)
+# Kinds: bytes of the core; nothing; why a rank has left; it waits itself, in another circle.
 _EVERYTHING, _NOBODY = 0, 1  # tags
 _PLACES = 8  # for frames of one peer
 _ALL_PLACES = 1 << 24  # bytes, about, over all peers
@@ -47,6 +49,7 @@ _UNTOLD = 16  # frames that are taken until their sender is told, which else hea
 _LAST_WORD = timedelta(seconds=2)  # that bytes get to leave before a connection is closed
 _LONGEST_WORD = 2000  # letters; it must fit into a frame
 _SIGN_OF_LIFE = 1.0  # seconds of a wait, at least, between questions whether peers still live
+_EXCUSED = 4  # time-outs to wait for peers that wait themselves: the waits of a step may add up
 _TIMED_OUT = "Timed out"
 _NOTHING = np.empty(0, np.uint8)
 
@@ -59,6 +62,7 @@ class Circle:
     ranks: Sequence[int]  # in the process group
     place: int  # of this rank in the circle
     title: str
+    everyone: "GroupCommunicator"  # of the process group
 
     def rank(self) -> int:
         return self.place
@@ -78,6 +82,7 @@ class _Line:
         self.taken = 0  # frames of the peer
         self.told = 0  # how many of them the peer knows to be taken
         self.gone = False
+        self.heard = 0.0  # seconds after the wait began, when the peer said that it waits itself
 
 
 class GroupCommunicator(Communicator):
@@ -96,10 +101,18 @@ class GroupCommunicator(Communicator):
         # What is owed is kept by every rank: this one keeps book `ledger` of `ledgers`.
         self.ledger, self.ledgers = self.rank, self.size
         self._timeout = timeout
+        self._waited = 0.0  # seconds of the wait that lasts, or was the last
         self._asked = 0.0  # for signs of life, seconds after the wait began
+        self._said = 0.0  # when this rank gave one, to those in `beside`
+        self.beside: list[GroupCommunicator] = []  # this rank's other circles, where peers may wait
         self._cause = ""  # why peers gave up, in the words of the first
         self._store = meet(group, self._names, timeout)
-        self._waiting = RollCall(self._store, self.rank, self._names, timeout, "waited")
+        # After a time-out everyone is asked: who is missed here may be waiting elsewhere.
+        self._waiting: RollCall = (
+            group.everyone._waiting
+            if isinstance(group, Circle)
+            else RollCall(self._store, self.rank, self._names, timeout, "waited")
+        )
         self._lines: dict[int, _Line] = {}
         self._nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
         self._gloo: Any = None
@@ -159,16 +172,24 @@ class GroupCommunicator(Communicator):
             return self._hear(peer, legible(content.tobytes()))
         if kind == _FRAME:
             self.accept(peer, content)
+        if kind == _HERE:
+            line.heard = self._waited
         memory[:4] = 0
         self._promise(peer, place)
         if line.taken - line.told >= _UNTOLD:
             self._send(peer, _NOTE)
+        self._excuse()
 
     def still_waiting(self, seconds: float) -> None:
-        if seconds > self._timeout.total_seconds():
-            return self._give_up_waiting()
-        if seconds < self._asked:  # another wait
+        if seconds < self._waited:  # another wait
             self._asked = 0.0
+            for line in self._lines.values():
+                line.heard = 0.0
+        self._waited = seconds
+        silent = self._silent()
+        if silent:
+            return self._give_up_waiting(silent)
+        self._excuse()
         if seconds - self._asked > min(max(_SIGN_OF_LIFE, seconds / 10), 10 * _SIGN_OF_LIFE):
             self._asked = seconds
             for peer in self.awaited():
@@ -221,6 +242,15 @@ class GroupCommunicator(Communicator):
             if failure:
                 self._lose(peer, failure)
 
+    def _excuse(self) -> None:
+        """Tells those who may wait for this rank elsewhere that it is here, and waits as well."""
+        now = time.monotonic()
+        if self.beside and now - self._said > min(_SIGN_OF_LIFE, self._timeout.total_seconds() / 4):
+            self._said = now
+            for circle in self.beside:
+                for peer in circle._others():
+                    circle._send(peer, _HERE)
+
     def _others(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]
 
@@ -231,7 +261,12 @@ class GroupCommunicator(Communicator):
         self._lines[peer].gone = True
         self._cause = self._cause or cause
         why = cause.removeprefix(f"rank {self._names[peer]} gave up: ")
-        roll_call = self._roll_call() if _TIMED_OUT in cause else ""
+        roll_call = ""
+        if _TIMED_OUT in cause:
+            with_patience(self._waiting.answer)
+            for circle in self.beside:
+                circle._tell(cause)
+            roll_call = self._roll_call()
         self.lose(peer, f"gave up: {why}{roll_call}")
 
     def _lose(self, peer: int, failure: str) -> None:
@@ -248,19 +283,29 @@ class GroupCommunicator(Communicator):
         silence = "it left no word, and may have died, or the network is down"
         self.lose(peer, f"is gone: {failure} ({word or silence})")
 
-    def _give_up_waiting(self) -> None:
+    def _silent(self) -> list[int]:
+        """Peers that are waited for, and have been silent for too long."""
+        timeout = self._timeout.total_seconds()
+        if self._waited <= timeout:
+            return []
+        awaited = self.awaited() or self._others()
+        if self._waited > _EXCUSED * timeout:
+            return awaited
+        return [peer for peer in awaited if self._waited - self._lines[peer].heard > timeout]
+
+    def _give_up_waiting(self, silent: Sequence[int]) -> None:
         """Nothing came in time: peers that wait fail at once, and say that they were here."""
-        silent = self.awaited() or self._others()
         waited = f"{_TIMED_OUT} waiting {self._timeout // timedelta(milliseconds=1)}ms"
+        cause = f"rank {self._names[self.rank]} gave up: CommError: {waited}"
         with_patience(self._waiting.answer)
-        self._tell(f"rank {self._names[self.rank]} gave up: CommError: {waited}")
+        for circle in (*self.beside, self):  # a silent peer may take its time
+            circle._tell(cause)
         roll_call = self._roll_call()
         for peer in silent:
             self.lose(peer, f"is silent: {waited}{roll_call}")
 
     def _roll_call(self) -> str:
         """After a time-out: who did not come."""
-        with_patience(self._waiting.answer)
         patience = self._waiting.patience + STORE_PATIENCE
         absent = with_patience(self._waiting.absent, patience)
         return f" ({explain(absent)})" if absent else ""
