@@ -137,7 +137,7 @@ INSTANTIATE_TEST_SUITE_P(Rows, Transaction, testing::ValuesIn(rows()),
                          [](const auto& test) { return name_of(test.param); });
 
 TEST_P(Transaction, FailedCallsLeaveNoTrace) {
-  for (const int ranks : {2, 3}) {
+  for (const int ranks : kSomeRanks) {
     start(ranks);
     // While they still agree on the method.
     const std::vector<std::uint64_t> some(static_cast<std::size_t>(ranks), 1);
