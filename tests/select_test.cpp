@@ -139,7 +139,7 @@ TEST_P(TopKQuality, EqualsAPlainSort) {
 
 // Every third entry is large, and a model of this size is sampled at every third place: the sample
 // promises three times as many large ones as there are.
-TEST(TopKQuality, IsExactWhereTheSampleMisleads) {
+TEST(TopK, IsExactWhereTheSampleMisleads) {
   constexpr std::size_t n = 140'000, k = 60'000;
   auto rng = laws::rng_of(0, 0);
   Floats values(n);
@@ -239,7 +239,7 @@ TEST_P(CarriedQuality, SmallParametersDoNotStarve) {
   EXPECT_LE(sent, 45);
 }
 
-TEST(CarriedQuality, DoesNotSeeTheBucketCut) {
+TEST(Carried, DoesNotSeeTheBucketCut) {
   const Layout layout = carried_model();
   std::vector<Chooser> choosers;
   const auto cuts = laws::all_cuts(layout);
@@ -256,7 +256,7 @@ TEST(CarriedQuality, DoesNotSeeTheBucketCut) {
   }
 }
 
-TEST(CarriedQuality, SendsEverythingWithABudgetForEverything) {
+TEST(Carried, SendsEverythingWithABudgetForEverything) {
   const Layout layout = carried_model();
   Chooser chooser("carried", layout, layout.size());
   for (int s = 0; s < 5; ++s) {
