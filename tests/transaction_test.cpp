@@ -150,7 +150,9 @@ TEST_P(Transaction, FailedCallsLeaveNoTrace) {
       const std::uint64_t most =
           failure == Failure::one_leaves ? messages[0] : std::ranges::max(messages);
       ASSERT_GT(std::ranges::min(messages), 0u);
-      for (std::uint64_t i = 0; i < most; ++i) expect_nothing_happens(failure, i, messages);
+      for (std::uint64_t i = 0; i < most; i += kMessageStep) {
+        expect_nothing_happens(failure, i, messages);
+      }
     }
     expect_same_step();
   }
