@@ -71,13 +71,32 @@ void be_late(const Communicator& comm, int step, int place) {
   std::this_thread::sleep_for(std::chrono::milliseconds(2));
 }
 
+/// Gradients of a model by rank and step, the same for all rows: to make them takes longer than
+/// steps.
+class Gradients {
+ public:
+  explicit Gradients(const Layout& layout) {
+    for (int r = 0; r < 3; ++r) {
+      for (int s = 0; s < kWarmSteps + kCountedSteps; ++s) {
+        all_.push_back(heavy_tailed(r, s, layout));
+      }
+    }
+  }
+  const Floats& of(int rank, int step) const {
+    return all_[static_cast<std::size_t>(rank * (kWarmSteps + kCountedSteps) + step)];
+  }
+
+ private:
+  std::vector<Floats> all_;
+};
+
 /// Runs steps on one rank, `counting` from begin to finish of the last ones. Parameters come in
 /// another order in every step.
-void run_steps(Reducer& reducer, Communicator& comm) {
+void run_steps(Reducer& reducer, Communicator& comm, const Gradients& gradients) {
   const Layout& layout = reducer.layout();
   Cut cut = per_parameter(layout);
   for (int s = 0; s < kWarmSteps + kCountedSteps; ++s) {
-    Floats gradient = heavy_tailed(comm.rank(), s, layout);
+    Floats gradient = gradients.of(comm.rank(), s);
     std::ranges::shuffle(cut, std::mt19937(static_cast<unsigned>(10 * s + comm.rank())));
     counting = s >= kWarmSteps;
     be_late(comm, s, 0);
@@ -99,35 +118,38 @@ INSTANTIATE_TEST_SUITE_P(Rows, Allocation, testing::ValuesIn(rows()),
                          [](const auto& test) { return name_of(test.param); });
 
 TEST_P(Allocation, NoneInASteadyStep) {
-  const Layout layout({{"a.weight", {5000}}, {"a.bias", {7}}, {"none", {0}}, {"b", {60, 50}}});
+  static const Layout layout(
+      {{"a.weight", {5000}}, {"a.bias", {7}}, {"none", {0}}, {"b", {60, 50}}});
+  static const Gradients gradients(layout);
   allocations = 0;
   Reducer reducer(layout, GetParam());
   comm::Self self;
-  run_steps(reducer, self);
+  run_steps(reducer, self, gradients);
   EXPECT_EQ(allocations, 0) << "on one rank";
 
   run_ranks(2, [&](Communicator& comm) {
     Reducer mine(layout, GetParam());
-    run_steps(mine, comm);
+    run_steps(mine, comm, gradients);
   });
   EXPECT_LE(allocations, kCountedSteps / 2) << "on two ranks: more may come at once than ever";
 }
 
 // Each parameter is an exchange of its own; which of them meet depends on the threads.
 TEST_P(Allocation, FewWhereExchangesOverlap) {
-  const Layout layout({{"a.weight", {5000}},
-                       {"a.bias", {7}},
-                       {"none", {0}},
-                       {"b", {60, 50}},
-                       {"b.bias", {60}},
-                       {"c", {30, 90}}});
+  static const Layout layout({{"a.weight", {5000}},
+                              {"a.bias", {7}},
+                              {"none", {0}},
+                              {"b", {60, 50}},
+                              {"b.bias", {60}},
+                              {"c", {30, 90}}});
+  static const Gradients gradients(layout);
   Spec spec = parse_spec(GetParam());
   spec.settings["bucket_cap_mb"] = "0";
   for (const int ranks : {2, 3}) {
     allocations = 0;
     run_ranks(ranks, [&](Communicator& comm) {
       Reducer mine(layout, spec);
-      run_steps(mine, comm);
+      run_steps(mine, comm, gradients);
     });
     // By chance more may meet than ever before, and a buffer grows.
     EXPECT_LE(allocations, 2 * ranks * kCountedSteps) << "on " << ranks << " ranks";

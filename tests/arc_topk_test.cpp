@@ -124,7 +124,7 @@ TEST(ArcTopKQuality, KeepsAsMuchAsInTheSimulation) {
 }
 
 // Why four numbers are the default: below, parallel rows can lose to a random choice.
-TEST(ArcTopK, LosesToARandomChoiceOnlyWithASmallSketch) {
+TEST(ArcTopKQuality, LosesToARandomChoiceOnlyWithASmallSketch) {
   const double random = 1.0 / kRows64;
   const std::size_t sketches[] = {1, 2, 4, 16};
   const double of_random[] = {0.61, 0.77, 0.98, 1.35};

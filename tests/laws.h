@@ -100,11 +100,15 @@ inline constexpr const char* kRows[] = {
 // A sanitizer needs ranks, blocks and steps, not many of them, and of rows that differ little every
 // second. Step 7 of integers() is the last special one.
 inline constexpr int kRankCounts[] = {1, 3};
+inline constexpr int kSomeRanks[] = {3};
+inline constexpr std::uint64_t kMessageStep = 2;
 inline constexpr std::size_t kRowStep = 2;
 inline constexpr std::size_t kMany = 70'000;
 inline constexpr int kLawSteps = 9, kCutSteps = 6;
 #else
 inline constexpr int kRankCounts[] = {1, 2, 3, 5, 8};
+inline constexpr int kSomeRanks[] = {2, 3};       // of what takes long
+inline constexpr std::uint64_t kMessageStep = 1;  // of those that are lost, one after the other
 inline constexpr std::size_t kRowStep = 1;
 inline constexpr std::size_t kMany = 300'000;  // more than a stretch, and than two samples
 inline constexpr int kLawSteps = 20, kCutSteps = 10;

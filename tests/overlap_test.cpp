@@ -332,7 +332,7 @@ void expect_mean(const Floats& gradient, int ranks) {
 
 TEST(UnderWay, ALargeModelInAnyOrderEnds) {
   const Layout layout = wide_model();
-  for (const int ranks : {2, 3}) {
+  for (const int ranks : kSomeRanks) {
     Cluster cluster(ranks, layout, "dense:values=fp32");
     for (int s = 0; s < 2; ++s) {  // the order of buckets changes after the first
       run_ranks(ranks, [&](Communicator& comm) {

@@ -100,12 +100,12 @@ void expect_count(const char* what, double got, double want) {
   EXPECT_NEAR(got, want, 0.02 + 0.25 * want + 4 * std::sqrt(want / kWanted)) << what;
 }
 
-class Rules : public testing::TestWithParam<Shape> {};
+class RulesQuality : public testing::TestWithParam<Shape> {};
 
-INSTANTIATE_TEST_SUITE_P(Shapes, Rules, testing::ValuesIn(kShapes),
+INSTANTIATE_TEST_SUITE_P(Shapes, RulesQuality, testing::ValuesIn(kShapes),
                          [](const auto& test) { return std::string(test.param.name); });
 
-TEST_P(Rules, CountAsThePublishedCode) {
+TEST_P(RulesQuality, CountAsThePublishedCode) {
   const Shape& shape = GetParam();
   const Floats values = vector_of(shape);
   expect_count("first guess", chosen("gaussiank:evaluations=1", values), shape.first);
@@ -122,7 +122,7 @@ TEST_P(Rules, CountAsThePublishedCode) {
 }
 
 // The text of the paper puts all of k into one tail, so that both tails hold twice as many.
-TEST(Rules, OneSideSelectsTwiceAsMany) {
+TEST(RulesQuality, OneSideSelectsTwiceAsMany) {
   const Floats values = vector_of(kShapes[0]);
   expect_count("one side", chosen("gaussiank:sides=one,evaluations=1", values), 2);
   expect_count("at 5 %", chosen("gaussiank:sides=one,evaluations=1", values, "0.05"), 2);
@@ -173,7 +173,7 @@ bool convex(const std::vector<double>& squares) {
   return true;
 }
 
-TEST_P(Rules, BellShapedVectorsKeepTheBound) {
+TEST_P(RulesQuality, BellShapedVectorsKeepTheBound) {
   const std::vector<double> squares = ordered_squares(vector_of(GetParam()));
   if (std::string(GetParam().name) == "equal") {
     EXPECT_FALSE(below_the_line(squares));
@@ -219,7 +219,7 @@ struct Counts {
 
 // What the memory leaves of noise is not normal: the published rule sends next to nothing, and in
 // most steps nothing at all if entries differ in scale.
-TEST(Rules, GaussianKCollapsesOnWhatErrorFeedbackLeaves) {
+TEST(RulesQuality, GaussianKCollapsesOnWhatErrorFeedbackLeaves) {
   const Counts even("gaussiank", 0), uneven("gaussiank", 1);
   EXPECT_LT(even.mean, 0.4);
   EXPECT_GT(even.outside, 900);
@@ -227,7 +227,7 @@ TEST(Rules, GaussianKCollapsesOnWhatErrorFeedbackLeaves) {
   EXPECT_GT(uneven.none, 500);
 }
 
-TEST(Rules, AnExactFinishCuresIt) {
+TEST(RulesQuality, AnExactFinishCuresIt) {
   for (const double log_deviation : {0.0, 1.0}) {
     const Counts cured("gaussiank:finish=exact", log_deviation);
     EXPECT_EQ(cured.outside, 0);

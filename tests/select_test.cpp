@@ -117,12 +117,12 @@ const Family kFamilies[] = {
     {"Denormal", [](int, std::mt19937& rng) { return normal(rng) * 1e-41f; }},
 };
 
-class TopK : public testing::TestWithParam<Family> {};
+class TopKQuality : public testing::TestWithParam<Family> {};
 
-INSTANTIATE_TEST_SUITE_P(Families, TopK, testing::ValuesIn(kFamilies),
+INSTANTIATE_TEST_SUITE_P(Families, TopKQuality, testing::ValuesIn(kFamilies),
                          [](const auto& test) { return std::string(test.param.name); });
 
-TEST_P(TopK, EqualsAPlainSort) {
+TEST_P(TopKQuality, EqualsAPlainSort) {
   const struct {
     std::size_t n, k;
   } sizes[] = {{1, 1}, {7, 3}, {1000, 10}, {1000, 999}, {50'000, 500}, {140'000, 200}};
@@ -183,13 +183,13 @@ class Counter {
   int step_ = 0;
 };
 
-class Carried : public testing::TestWithParam<const char*> {};
+class CarriedQuality : public testing::TestWithParam<const char*> {};
 
-INSTANTIATE_TEST_SUITE_P(Feedbacks, Carried, testing::Values("none", "residual"),
+INSTANTIATE_TEST_SUITE_P(Feedbacks, CarriedQuality, testing::Values("none", "residual"),
                          [](const auto& test) { return std::string(test.param); });
 
 // Within 5 steps of whatever happened, the count is within a factor of 2 of the budget and stays.
-TEST_P(Carried, RecoversWithinFiveSteps) {
+TEST_P(CarriedQuality, RecoversWithinFiveSteps) {
   Counter counter(GetParam());
   const auto expect_recovery = [&](const char* from, float scale) {
     for (int s = 0; s < 4; ++s) counter.step(scale);
@@ -211,7 +211,7 @@ TEST_P(Carried, RecoversWithinFiveSteps) {
   expect_recovery("a jump to almost nothing", 1e-6f);
 }
 
-TEST_P(Carried, MeetsTheBudgetOnAverage) {
+TEST_P(CarriedQuality, MeetsTheBudgetOnAverage) {
   Counter counter(GetParam());
   double sum = 0;
   for (int s = 0; s < 200; ++s) sum += counter.step(1);
@@ -220,7 +220,7 @@ TEST_P(Carried, MeetsTheBudgetOnAverage) {
 
 // Entries of the same scale are sent equally often, also where a parameter's share of the budget is
 // a small part of one entry.
-TEST_P(Carried, SmallParametersDoNotStarve) {
+TEST_P(CarriedQuality, SmallParametersDoNotStarve) {
   const Layout layout({{"large", {4000}}, {"bias", {3}}, {"other", {2000}}});
   Reducer reducer(layout, {"topk", {{"density", "0.01"}, {"feedback", GetParam()}}});
   comm::Self comm;

@@ -64,7 +64,7 @@ class SocketsTest : public testing::Test {
 };
 
 Bytes framed(const Bytes& content, std::uint32_t kind = 0) {
-  const auto size = static_cast<std::uint32_t>(content.size()) | kind << 31;
+  const auto size = static_cast<std::uint32_t>(content.size()) | kind << 30;
   Bytes bytes(4);
   for (int i = 0; i < 4; ++i) bytes[static_cast<std::size_t>(i)] = std::byte(size >> 8 * i & 0xff);
   append(bytes, content);

@@ -142,7 +142,7 @@ constexpr double kBudget = kEntries / 100;
 
 // Pairs per rank: at most 3 k (P-1)/P at exact counts, on skewed supports too. To agree on regions
 // and to find the k-th sum takes a little more.
-TEST(OkTopk, MovesAtMostThreeKPairs) {
+TEST(OkTopkQuality, MovesAtMostThreeKPairs) {
   for (const int ranks : {4, 8}) {
     const double bound = 3 * kBudget * (ranks - 1) / ranks;
     const std::string exact = spec_of("ok_topk", ",period=1,tau=1");
@@ -156,7 +156,7 @@ TEST(OkTopk, MovesAtMostThreeKPairs) {
 
 // Regions of equal width leave one rank with most of the work: the paper's first ablation. topk_dsa
 // has those; a ratio of 1000 lets every sum survive, as there.
-TEST(OkTopk, BalancedRegionsRelieveTheBusiestRank) {
+TEST(OkTopkQuality, BalancedRegionsRelieveTheBusiestRank) {
   for (const int ranks : {4, 8}) {
     const double equal = busiest(ranks, spec_of("topk_dsa", ""), tenth, 1);
     const double balanced = busiest(ranks, spec_of("ok_topk", ",global_ratio=1000"), tenth, 1);
@@ -172,7 +172,7 @@ double busiest_split(int ranks, const std::string& spec) {
 // The same, simulated apart from this library: regions of equal width leave the busiest with 7.0 k
 // pairs on 8 ranks and 9.35 k on 16, averaged bounds with 0.90 k and 1.05 k; nobody can do with
 // less than (P-1)/P.
-TEST(OkTopk, TheSplitIsAsBalancedAsInTheSimulation) {
+TEST(OkTopkQuality, TheSplitIsAsBalancedAsInTheSimulation) {
   EXPECT_NEAR(busiest_split(8, spec_of("topk_dsa", "")), 7.0, 0.1);
   EXPECT_NEAR(busiest_split(16, spec_of("topk_dsa", "")), 9.35, 0.4);
   EXPECT_NEAR(busiest_split(8, spec_of("ok_topk", "")), 0.90, 0.05);
@@ -191,7 +191,7 @@ Floats crowded(int rank, int step) {
 }
 
 // The second ablation: the strongest sums all lie in one region, whose owner would send them all.
-TEST(OkTopk, BalancingSpreadsTheSurvivors) {
+TEST(OkTopkQuality, BalancingSpreadsTheSurvivors) {
   for (const int steps : {1, 2}) {
     const double left =
         busiest(8, spec_of("ok_topk", ",global_ratio=0.125,balance=0"), crowded, steps);
@@ -244,7 +244,7 @@ TEST(OkTopkBytes, DoNotGrowWithTheRanks) {
   }
 }
 
-TEST(OkTopk, BalancingChangesNothingElse) {
+TEST(OkTopkQuality, BalancingChangesNothingElse) {
   Cluster left(8, one_parameter(kEntries), spec_of("ok_topk", ",global_ratio=0.125,balance=0"));
   Cluster spread(8, one_parameter(kEntries), spec_of("ok_topk", ",global_ratio=0.125,balance=1"));
   for (int s = 0; s < 3; ++s) {
@@ -301,7 +301,7 @@ void expect_exact(int ranks, std::size_t n, const std::string& spec, std::size_t
   }
 }
 
-TEST(OkTopk, ExactStepsDeliverTheExactTopK) {
+TEST(OkTopkQuality, ExactStepsDeliverTheExactTopK) {
   const auto small = [](int r, int s) { return integers(r, s, 3000); };  // 17 values: mostly ties
   for (const int ranks : {1, 2, 3, 5, 8}) {
     expect_exact(ranks, 3000, "ok_topk:density=0.1,values=fp32,granularity=model,period=1,tau=2",

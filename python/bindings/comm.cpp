@@ -95,6 +95,14 @@ class PythonCommunicator final : public Communicator {
     return connected->drain(std::chrono::milliseconds(static_cast<int>(1e3 * seconds)));
   }
 
+  /// Tells all peers that this rank is here, and waits itself.
+  void say_waiting() {
+    const auto connected = sockets();
+    for (int peer = 0; connected && peer < size(); ++peer) {
+      connected->send(peer, Sockets::Kind::waits, {});
+    }
+  }
+
   void fail_after(std::int64_t frames, std::string words) {
     frames_left_ = frames;
     failure_ = std::move(words);
@@ -190,6 +198,7 @@ class PythonCommunicator final : public Communicator {
   void came(int peer, Sockets::Kind kind, Bytes& frame) {
     if (kind == Sockets::Kind::frame) return mailbox().accept(peer, frame);
     const nb::gil_scoped_acquire gil;
+    if (kind == Sockets::Kind::waits) return call("waits", peer);
     const auto* word = reinterpret_cast<const char*>(frame.data());
     call("heard", peer, nb::bytes(word, frame.size()));
   }
@@ -416,6 +425,10 @@ void bind_comm(nb::module_& module) {
           nb::sig("def heard(self, peer: int, word: bytes) -> None"),
           "Called with a peer's last word, if it came by a socket.")
       .def(
+          "waits", [](Communicator&, int) {}, "peer"_a,
+          nb::sig("def waits(self, peer: int) -> None"),
+          "Called if a peer said so by `say_waiting`.")
+      .def(
           "lost", [](Communicator&, int, const nb::str&) {}, "peer"_a, "why"_a,
           nb::sig("def lost(self, peer: int, why: str) -> None"),
           "Called when a socket is closed by the other side, or broken.")
@@ -476,6 +489,9 @@ void bind_comm(nb::module_& module) {
             written_in_python(self).idle();
           },
           "Wait a little, until something may have come or `wake` was called.")
+      .def(
+          "say_waiting", [](Communicator& self) { written_in_python(self).say_waiting(); },
+          "Tell all peers by the sockets that this rank is here, and waits itself.")
       .def(
           "fail_after",
           [](Communicator& self, std::int64_t frames, std::string words) {

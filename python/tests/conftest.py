@@ -2,6 +2,9 @@
 
 import os
 
+# Before torch: more threads of a process fight over the cores with its other ranks, and tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 from processes import NAIVE
 

@@ -272,8 +272,8 @@ def partial_sums(parts: list[Floats], power: Callable[[Any], Any]) -> float:
         rows.flat[: part.size] = power(part.astype(np.float64))
         sums = np.add.accumulate(rows)[-1] if len(rows) else np.zeros(16)
         while sums.size > 1:
-            left, right = np.split(sums, 2)
-            sums = left + right
+            half = sums.size // 2
+            sums = sums[:half] + sums[half:]
         total += float(sums[0])
     return total
 

@@ -1,5 +1,6 @@
 """Drives a Reducer through steps with flat gradients and any cut into buckets."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,6 +19,12 @@ def random_buckets(rng: np.random.Generator, parameters: int) -> Buckets:
     return [part.tolist() for part in np.split(order, cuts) if part.size]
 
 
+def split(values: Floats, sizes: Sequence[int]) -> list[Floats]:
+    """Views of stretches of these sizes; np.split would take longer than the steps."""
+    ends = list(itertools.accumulate(sizes))
+    return [values[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
 def run_step(
     reducer: Reducer,
     comm: Communicator,
@@ -28,7 +35,7 @@ def run_step(
 ) -> tuple[Floats, StepStats]:
     """The mean, flat over the model like `gradient`, which stays as it is."""
     sizes = reducer.layout.sizes
-    parts = np.split(gradient, np.cumsum(sizes)[:-1]) if sizes else []
+    parts = split(gradient, sizes)
     arrays = [np.concatenate([parts[p] for p in bucket]) for bucket in buckets]
     reducer.begin(comm, loss_scale)
     for number, (bucket, array) in enumerate(zip(buckets, arrays, strict=True), 1):
@@ -38,8 +45,7 @@ def run_step(
     stats = reducer.finish()
     means = [np.empty(0, np.float32)] * len(sizes)
     for bucket, array in zip(buckets, arrays, strict=True):
-        ends = np.cumsum([sizes[p] for p in bucket])[:-1]
-        for p, mean in zip(bucket, np.split(array, ends), strict=True):
+        for p, mean in zip(bucket, split(array, [sizes[p] for p in bucket]), strict=True):
             means[p] = mean
     return np.concatenate([np.empty(0, np.float32), *means]), stats
 

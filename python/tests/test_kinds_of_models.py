@@ -83,7 +83,8 @@ def keep_the_law_compiled(rank: Rank, folder: str) -> None:
     sync = attach_at_once(ddp, "topk", density=0.05)
     with (
         mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder),
-        torch._inductor.config.patch(compile_threads=1),  # in this process
+        # In this process, and without headers for the many kernels of other models.
+        torch._inductor.config.patch(compile_threads=1, cpp_cache_precompile_headers=False),
     ):
         for step in range(4):
             x = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + rank.rank))

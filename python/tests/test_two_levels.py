@@ -3,6 +3,7 @@
 import copy
 import io
 import os
+import time
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -389,6 +390,51 @@ def test_a_rank_that_misses_the_mean_stops_the_next_step() -> None:
     for rank, (whole, run, message) in enumerate(group(4).run(miss_the_mean)):
         assert (whole == run) == (rank != 1)
         assert "the cable is cut" in message
+
+
+def be_busy(rank: Rank, machines: Machines, late: int) -> str:
+    """The late rank comes when the others have given up."""
+    run = Run(rank)
+    attach(rank, run.ddp, machines, timeout=timedelta(seconds=2), **SETTINGS[0])
+    run.train(range(2))
+    if rank.rank == late:
+        dist.barrier()
+    with pytest.raises(CommError) as failure:
+        run.backward(2)
+    if rank.rank != late:
+        dist.barrier()
+    return str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("machines", "late"), [([[0, 1], [2]], 1), (TWO_BY_TWO, 2)], ids=["a member", "a delegate"]
+)
+def test_a_busy_rank_is_named_on_every_machine(machines: Machines, late: int) -> None:
+    """Also by ranks that wait for others which wait for it, all for the same two seconds."""
+    ranks = sum(map(len, machines))
+    for rank, message in enumerate(group(ranks).run(be_busy, machines, late)):
+        assert message.startswith(f"rank {rank} of {ranks}, ")
+        named = f"Timed out waiting 2000ms (rank {late} did not come, and may just be busy"
+        assert (named in message) == (rank != late), message
+        assert message.count("did not come") == (rank != late), message
+
+
+def be_slow(rank: Rank) -> None:
+    """Gradients of rank 3 come late, one after the other: nobody is silent for the time-out. But
+    rank 1 hears nothing for longer: its delegate waits for rank 2, which waits for rank 3."""
+    run = Run(rank, bucket_cap_mb=0.001)
+    sync = attach(rank, run.ddp, timeout=timedelta(seconds=2.5), **SETTINGS[0])
+    run.train(range(2))
+    if rank.rank == 3:
+        for block in run.ddp.module.blocks:
+            for layer in (block.up, block.attention):
+                layer.bias.register_hook(lambda _: time.sleep(1))
+    run.train(range(2, 3))
+    assert len(sync.history()) == 3
+
+
+def test_waits_may_add_up() -> None:
+    group(4).run(be_slow)
 
 
 class Twins(torch.nn.Module):

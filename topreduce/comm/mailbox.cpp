@@ -14,7 +14,7 @@ using wire::store;
 
 constexpr std::uint16_t kMagic = 0x5054;  // "TP"
 constexpr std::uint8_t kVersion = 4;
-constexpr std::uint8_t kLastKind = static_cast<std::uint8_t>(Place::Kind::step);
+constexpr std::uint8_t kLastKind = static_cast<std::uint8_t>(Place::Kind::order);
 constexpr std::uint8_t kDiffer = 0x80;    // beside the kind
 constexpr std::size_t kLeastRoom = 4096;  // bytes: short messages of any length share their memory
 
@@ -62,7 +62,9 @@ std::string to_string(const Place& place) {
     case Place::Kind::configure: return "configure() before step " + step;
     case Place::Kind::bypass: return "bypass() before step " + step;
     case Place::Kind::resume: return "resume() before step " + step;
-    case Place::Kind::step: return "step " + step;
+    case Place::Kind::step:
+    case Place::Kind::order:  // its very beginning
+      return "step " + step;
   }
   return "an unknown call";
 }

@@ -26,7 +26,7 @@ struct Tag {
 /// Where a rank is in its program. Ranks that exchange messages must be at the same place; those
 /// that are not find out, instead of waiting for each other or mixing up their messages.
 struct TOPREDUCE_API Place {
-  enum class Kind : std::uint8_t { start, attach, agree, configure, bypass, resume, step };
+  enum class Kind : std::uint8_t { start, attach, agree, configure, bypass, resume, step, order };
   Kind kind = Kind::start;
   std::uint64_t step = 0;
   bool operator==(const Place&) const = default;

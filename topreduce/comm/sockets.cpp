@@ -21,7 +21,8 @@ namespace topreduce::comm {
 namespace {
 
 constexpr std::size_t kInput = std::size_t{1} << 16;
-constexpr std::uint32_t kWord = std::uint32_t{1} << 31;
+constexpr int kSizeBits = 30;
+constexpr std::uint32_t kSize = (std::uint32_t{1} << kSizeBits) - 1;
 
 std::string describe_error(int error) {
   return std::generic_category().message(error);
@@ -83,8 +84,8 @@ void Sockets::send(int peer, Kind kind, std::span<const std::byte> frame) {
   Peer& to = peers_[at(peer)];
   if (to.socket < 0 || !to.writes) return;  // that it is lost, those learn who wait for it
   std::array<std::byte, kHead> head;
-  wire::store(head.data(),
-              static_cast<std::uint32_t>(frame.size()) | (kind == Kind::word ? kWord : 0));
+  wire::store(head.data(), static_cast<std::uint32_t>(frame.size()) |
+                               static_cast<std::uint32_t>(kind) << kSizeBits);
   std::size_t sent = 0;
   if (to.queue.empty()) {
     std::array<iovec, 2> parts{
@@ -182,8 +183,12 @@ std::string Sockets::take(int rank, std::span<const std::byte> bytes, const Rece
     if (!from.open) {
       from.head_bytes += fill(from.head.data() + from.head_bytes, kHead - from.head_bytes);
       if (from.head_bytes < kHead) return {};
-      from.wanted = wire::load<std::uint32_t>(from.head.data()) & ~kWord;
-      if (from.wanted > kLargestFrame) return "it sent bytes that are none of topreduce's";
+      const auto head = wire::load<std::uint32_t>(from.head.data());
+      from.wanted = head & kSize;
+      from.kind = static_cast<Kind>(head >> kSizeBits);
+      if (from.wanted > kLargestFrame || from.kind > Kind::waits) {
+        return "it sent bytes that are none of topreduce's";
+      }
       from.frame.clear();
       make_room(from.frame, from.wanted);
       from.frame.resize(from.wanted);
@@ -194,8 +199,7 @@ std::string Sockets::take(int rank, std::span<const std::byte> bytes, const Rece
     if (from.come < from.wanted) return {};
     from.open = false;
     from.head_bytes = 0;
-    const bool word = (wire::load<std::uint32_t>(from.head.data()) & kWord) != 0;
-    receiver.frame(rank, word ? Kind::word : Kind::frame, from.frame);
+    receiver.frame(rank, from.kind, from.frame);
     if (bytes.empty()) return {};
   }
 }

@@ -19,12 +19,13 @@ namespace topreduce::comm {
 /// Frames over sockets that are connected already, one for each peer. Nothing waits: what the
 /// system does not take at once stays here until it does. On the stream a frame is
 ///
-///   its bytes, 31 bits, and above them one bit for its kind | the bytes
+///   its bytes, 30 bits, and above them two for its kind | the bytes
 ///
 /// One thread at a time, but for `wake`.
 class TOPREDUCE_API Sockets {
  public:
-  enum class Kind : std::uint8_t { frame, word };
+  /// Bytes for the mailbox; a last word; a sign of a peer that waits itself, without any bytes.
+  enum class Kind : std::uint8_t { frame, word, waits };
   /// More than this in one frame is refused: what comes may be from anyone.
   static constexpr std::size_t kLargestFrame = std::size_t{1} << 22;
 
@@ -66,6 +67,7 @@ class TOPREDUCE_API Sockets {
     // What is coming.
     std::array<std::byte, kHead> head{};
     std::size_t head_bytes = 0;
+    Kind kind = Kind::frame;
     Bytes frame;
     std::size_t wanted = 0, come = 0;  // bytes of it
     bool open = false;                 // its head is here

@@ -53,7 +53,7 @@ void Reducer::Impl::agree_on_order(Communicator& communicator) {
     wire::store(order_bytes.data() + i * sizeof(std::uint32_t),
                 static_cast<std::uint32_t>(order[i]));
   }
-  communicator.enter({comm::Place::Kind::agree, step});
+  communicator.enter({comm::Place::Kind::order, step});
   communicator.broadcast(order_bytes, 0);
   std::vector<std::size_t> heard(order.size());
   for (std::size_t i = 0; i < heard.size(); ++i) {

@@ -103,7 +103,8 @@ def attach(
     of this rank's machine, as a process group, or "host" for those of one host name and boot;
     gradients are then averaged inside each machine first, and one rank of each exchanges, and owes.
     `timeout`: how long to wait for a peer that is silent, which may just be busy; None waits as
-    long as the model's process group.
+    long as the model's process group. A rank whose model is not DDP can tell the default process
+    group that it refuses; those of another group wait for their time-out.
     """
     try:
         check_type(ddp)

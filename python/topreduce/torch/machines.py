@@ -23,7 +23,6 @@ from topreduce.torch.process_group import Circle, GroupCommunicator
 Floats = NDArray[np.float32]
 
 _PIECE = 1 << 22  # entries that are added up at a time, so that buffers stay small
-_PATIENCE = 4  # time-outs that ranks wait for their delegate, which waits for the network
 _WORD = "local_group="
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # another one on each machine, and after each boot
 _NOTHING = np.empty(0, np.uint8)
@@ -34,8 +33,8 @@ class Inside(GroupCommunicator):
 
     _sent_before = 0
 
-    def start_step(self, step: int) -> None:
-        self.enter("step", step)
+    def start_step(self, step: int, *, after_change: bool) -> None:
+        self.enter("agree" if after_change else "step", step)
         self._sent_before = self.bytes_sent
 
     @property
@@ -91,15 +90,16 @@ class Levels(GroupCommunicator):
             name = f"{group.group_name}/machine {ranks}"
             title = f"{self.title}, inside machine {self.ledger}"
             place = ranks.index(self.rank)
-            self.inside = Inside(Circle(name, ranks, place, title), _PATIENCE * timeout)
+            self.inside = Inside(Circle(name, ranks, place, title, self), timeout)
             self._parts.append(self.inside)
             self.between: GroupCommunicator | None = None  # only a delegate has it
             if place == 0:
                 delegates = [ranks[0] for ranks in machines]
                 name, title = f"{group.group_name}/between {machines}", f"{self.title}, between"
-                circle = Circle(name, delegates, self.ledger, f"{title} machines")
+                circle = Circle(name, delegates, self.ledger, f"{title} machines", self)
                 self.between = GroupCommunicator(circle, timeout)
                 self._parts.append(self.between)
+                self.inside.beside, self.between.beside = [self.between], [self.inside]
         except BaseException as error:
             self.close(f"attach: {error}")
             raise

@@ -4,6 +4,7 @@ The core sends and receives by sockets (comm/sockets.h); here is who the ranks a
 and what becomes of one that is lost.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +31,8 @@ from topreduce.torch.roll_call import RollCall, explain
 
 _FRAMES = 1 << 24  # bytes, about, of one frame from every peer
 _LEAST_FRAME, _LARGEST_FRAME = 1 << 14, 1 << 20
+_SIGN_OF_LIFE = 1.0  # seconds, at most, between two of a rank that waits
+_EXCUSED = 4  # time-outs to wait for peers that wait themselves: the waits of a step may add up
 _LAST_WORD = 2.0  # seconds that bytes get to leave before a connection is closed
 _LONGEST_WORD = 2000  # letters
 _TIMED_OUT = "Timed out"
@@ -43,6 +46,7 @@ class Circle:
     ranks: Sequence[int]  # in the process group
     place: int  # of this rank in the circle
     title: str
+    everyone: "GroupCommunicator"  # of the process group
 
     def rank(self) -> int:
         return self.place
@@ -67,11 +71,20 @@ class GroupCommunicator(Communicator):
         # What is owed is kept by every rank: this one keeps book `ledger` of `ledgers`.
         self.ledger, self.ledgers = self.rank, self.size
         self._timeout = timeout
+        self._waited = 0.0  # seconds of the wait that lasts, or was the last
+        self._signs: dict[int, float] = {}  # when peers said in it that they wait themselves
+        self._said = 0.0  # when this rank said so, to those in `beside`
+        self.beside: list[GroupCommunicator] = []  # this rank's other circles, where peers may wait
         self._cause = ""  # why peers gave up, in the words of the first
         self._gloo: Any = None  # for reduce=native
         self._gone: set[int] = set()  # peers of whom nothing more is heard
         self._store = meet(group, self._names, timeout)
-        self._waiting = RollCall(self._store, self.rank, self._names, timeout, "waited")
+        # After a time-out everyone is asked: who is missed here may be waiting elsewhere.
+        self._waiting: RollCall = (
+            group.everyone._waiting
+            if isinstance(group, Circle)
+            else RollCall(self._store, self.rank, self._names, timeout, "waited")
+        )
         if self.size > 1:
             self.connect(
                 connections.connect(self._store, self.rank, self.size, self._names, timeout)
@@ -117,7 +130,12 @@ class GroupCommunicator(Communicator):
         cause = legible(word)
         self._cause = self._cause or cause
         why = cause.removeprefix(f"rank {self._names[peer]} gave up: ")
-        roll_call = self._roll_call() if _TIMED_OUT in cause else ""
+        roll_call = ""
+        if _TIMED_OUT in cause:
+            with_patience(self._waiting.answer)
+            for circle in self.beside:
+                circle._tell(cause)
+            roll_call = self._roll_call()
         self.lose(peer, f"gave up: {why}{roll_call}")
 
     def lost(self, peer: int, why: str) -> None:
@@ -145,26 +163,53 @@ class GroupCommunicator(Communicator):
         if failure:
             raise CommError(f"{self.title}: reduce=native: Gloo's all-reduce failed: {failure}")
 
+    def waits(self, peer: int) -> None:
+        self._signs[peer] = self._waited
+        self._excuse()
+
     def still_waiting(self, seconds: float) -> None:
-        if seconds > self._timeout.total_seconds():
-            self._give_up_waiting()
+        if seconds < self._waited:  # another wait
+            self._signs.clear()
+        self._waited = seconds
+        silent = self._silent()
+        if silent:
+            return self._give_up_waiting(silent)
+        self._excuse()
 
     def _others(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]
 
-    def _give_up_waiting(self) -> None:
+    def _excuse(self) -> None:
+        """Tells those who may wait for this rank elsewhere that it is here, and waits as well."""
+        now = time.monotonic()
+        if self.beside and now - self._said > min(_SIGN_OF_LIFE, self._timeout.total_seconds() / 4):
+            self._said = now
+            for circle in self.beside:
+                circle.say_waiting()
+
+    def _silent(self) -> list[int]:
+        """Peers that are waited for, and have been silent for too long."""
+        timeout = self._timeout.total_seconds()
+        if self._waited <= timeout:
+            return []
+        awaited = self.awaited() or self._others()
+        if self._waited > _EXCUSED * timeout:
+            return awaited
+        return [peer for peer in awaited if self._waited - self._signs.get(peer, 0.0) > timeout]
+
+    def _give_up_waiting(self, silent: Sequence[int]) -> None:
         """Nothing came in time: peers that wait fail at once, and say that they were here."""
-        silent = self.awaited() or self._others()
         waited = f"{_TIMED_OUT} waiting {self._timeout // timedelta(milliseconds=1)}ms"
+        cause = f"rank {self._names[self.rank]} gave up: CommError: {waited}"
         with_patience(self._waiting.answer)
-        self._tell(f"rank {self._names[self.rank]} gave up: CommError: {waited}")
+        for circle in (*self.beside, self):  # a silent peer may take its time
+            circle._tell(cause)
         roll_call = self._roll_call()
         for peer in silent:
             self.lose(peer, f"is silent: {waited}{roll_call}")
 
     def _roll_call(self) -> str:
         """After a time-out: who did not come."""
-        with_patience(self._waiting.answer)
         patience = self._waiting.patience + STORE_PATIENCE
         absent = with_patience(self._waiting.absent, patience)
         return f" ({explain(absent)})" if absent else ""

@@ -19,14 +19,18 @@ class RollCall:
         self._store, self._names, self._occasion = store, names, occasion
         self._key = f"{occasion} {rank}"
         self.patience = min(_LONGEST, timeout.total_seconds())
+        self._answered: float | None = None  # when this rank did
 
     def answer(self) -> None:
         """This rank is here."""
+        if self._answered is None:
+            self._answered = time.monotonic()
         self._store.set(self._key, "")
 
     def absent(self, patience: float | None = None) -> list[int]:
-        """The names of those that do not answer in time."""
-        deadline = time.monotonic() + (self.patience if patience is None else patience)
+        """The names of those that do not answer in time, which runs from this rank's answer."""
+        started = time.monotonic() if self._answered is None else self._answered
+        deadline = started + (self.patience if patience is None else patience)
         while True:
             missing = [name for place, name in enumerate(self._names) if not self._is_here(place)]
             if not missing or time.monotonic() > deadline:

@@ -44,6 +44,7 @@ class _OnTwoLevels(Reducer):
         self._levels = levels
         self._parameters = len(layout.names)
         self._bypassed = False
+        self._loaded = False  # a state, since the last step or agreement
         self._scale, self._own = 1.0, np.float32(1.0)
         self._missing = 0  # parameters that the open step still waits for
         self._gradients: list[Floats] = []
@@ -70,14 +71,23 @@ class _OnTwoLevels(Reducer):
         self._bypassed = False
 
     def begin(self, comm: Communicator, loss_scale: float = 1.0) -> None:
-        self._levels.inside.start_step(self.step)
+        self._levels.inside.start_step(self.step, after_change=self._loaded)
         self._scale = self._agree_on(loss_scale)
+        self._loaded = False
         self._own = np.float32(loss_scale / self._scale if loss_scale else 1.0)
         self._missing = self._parameters
         self._gradients.clear()
         self._added.clear()
         self._attendance = self._note((), "present", "ranks")
         self._seconds = 0.0
+
+    def agree(self, comm: Communicator) -> None:
+        super().agree(comm)
+        self._loaded = False
+
+    def load_state(self, state: dict[str, dict[str, Any]]) -> None:
+        super().load_state(state)
+        self._loaded = True
 
     def participate(
         self, unused: Sequence[int] = (), presence: str = "present", divisor: str = "ranks"
@@ -234,6 +244,7 @@ class Member(_OnTwoLevels):
 
     def load_state(self, state: dict[str, dict[str, Any]]) -> None:
         self.skip_to(int(state["numbers"]["step"]))
+        self._loaded = True
 
 
 def on_two_levels(
