@@ -73,6 +73,20 @@ def test_a_lone_call_is_told_to_all_ranks(settings: dict[str, Any]) -> None:
     assert len(set(group(3).run(call_alone, settings))) == 1
 
 
+def load_alone_before_the_order_is_agreed(rank: Rank) -> None:
+    run = Run(rank, bucket_cap_mb=0.03)
+    sync = attach(run.ddp, **BUCKET)
+    run.train(range(1))
+    if rank.rank == 0:
+        sync.load_state_dict(sync.state_dict())
+    loaded = "rank 0: the first step after settings or a state changed, step 1; rank 1: step 1"
+    told(lambda: run.backward(1), "different places", loaded)
+
+
+def test_a_lone_load_before_the_second_step() -> None:
+    group(2).run(load_alone_before_the_order_is_agreed)
+
+
 def detach_alone(rank: Rank) -> None:
     run = Run(rank)
     sync = attach(run.ddp, **BUCKET)

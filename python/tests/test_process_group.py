@@ -20,7 +20,7 @@ import torch.distributed as dist
 from processes import Processes, Rank, group
 from stepping import run_step
 
-from topreduce import CommError, Reducer, WireError
+from topreduce import CommError, Layout, Reducer, WireError
 from topreduce.torch import connections, process_group
 from topreduce.torch.process_group import GroupCommunicator
 
@@ -113,7 +113,11 @@ def reduce_natively(rank: Rank) -> None:
         means = []
         for reduce in ("ordered", "native"):
             reducer = Reducer(
-                {"a": 3000, "b": 2000}, method, reduce=reduce, compare="on", **density
+                Layout([("a", [3000]), ("b", [2000])]),
+                method,
+                reduce=reduce,
+                compare="on",
+                **density,
             )
             for _ in range(3):
                 mean, stats = run_step(reducer, comm, gradient, [[1], [0]])
