@@ -117,6 +117,7 @@ def reduce_natively(rank: Rank) -> None:
                 method,
                 reduce=reduce,
                 compare="on",
+                values="fp32",
                 **density,
             )
             for _ in range(3):
