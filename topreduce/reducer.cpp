@@ -23,6 +23,7 @@
 #include "topreduce/bucket_plan.h"
 #include "topreduce/fingerprint.h"
 #include "topreduce/floating.h"
+#include "topreduce/joint_vote.h"
 #include "topreduce/parcel.h"
 #include "topreduce/pipeline.h"
 #include "topreduce/state_range.h"
@@ -155,6 +156,7 @@ struct TOPREDUCE_INSIDE Reducer::Inside {
   Budget budget;
   exchange::Workspace workspace;
   StepVote vote;
+  JointVote joint;
   bool sound = true;  // all that this rank brought so far is finite
   // What the caller handed over of a parameter.
   struct Held {
@@ -241,6 +243,7 @@ void Reducer::Inside::begin(Communicator& communicator, float scale) {
                                 std::to_string(scale));
   }
   communicator.enter({comm::Place::Kind::step, step});
+  joint.enter(step);
   comm = &communicator;
   traffic_before = comm->traffic();
   knows_scale = scale > 0;
@@ -543,6 +546,10 @@ void Reducer::Inside::finish() {
   {
     Stopwatch watch(running[Stage::commit]);
     running.finite = vote.finite() && fits_callers();
+  }
+  running.finite = joint.hold(step, running.finite, running);
+  {
+    Stopwatch watch(running[Stage::commit]);
     running.finite ? commit() : spoil();
   }
   const comm::Traffic traffic = comm->traffic();
@@ -711,7 +718,10 @@ void Reducer::Inside::abandon() noexcept {
   }
   // Once an exchange has started, peers may have heard of it, even if not from this rank.
   const bool begun = std::ranges::find(started, char{1}) != started.end();
-  if (comm != nullptr && !begun) comm->leave();
+  if (comm != nullptr && !begun) {
+    comm->leave();
+    joint.leave();
+  }
   comm = nullptr;
 }
 
@@ -731,6 +741,11 @@ void Reducer::agree(Communicator& comm) {
   expect_same_text(comm, "step " + std::to_string(inside_->step) + "\n" + inside_->description);
   inside_->agreed_ranks = comm.size();
   inside_->forget_order();
+}
+
+void Reducer::commit_with(Communicator* others) {
+  inside_->expect_closed("commit_with");
+  inside_->joint.join(others);
 }
 
 void Reducer::begin(Communicator& comm, float loss_scale) {
@@ -894,6 +909,13 @@ const Spec& Reducer::spec() const {
 }
 const StepStats& Reducer::stats() const {
   return inside_->stats;
+}
+std::vector<std::size_t> Reducer::unused() const {
+  std::vector<std::size_t> numbers;
+  for (std::size_t id = 0; id < inside_->layout.count(); ++id) {
+    if (!inside_->vote.used(id)) numbers.push_back(id);
+  }
+  return numbers;
 }
 std::uint64_t Reducer::step() const {
   return inside_->step;
