@@ -718,10 +718,8 @@ void Reducer::Inside::abandon() noexcept {
   }
   // Once an exchange has started, peers may have heard of it, even if not from this rank.
   const bool begun = std::ranges::find(started, char{1}) != started.end();
-  if (comm != nullptr && !begun) {
-    comm->leave();
-    joint.leave();
-  }
+  if (comm != nullptr && !begun) comm->leave();
+  if (comm != nullptr) joint.leave();  // nothing is said there before the vote
   comm = nullptr;
 }
 

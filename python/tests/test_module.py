@@ -410,6 +410,12 @@ def refuse(rank: Rank) -> None:
         model(torch.ones(1, 2)).sum().backward()
     sync.detach()
 
+    model = nn.Linear(2, 2)
+    attach(model)
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    with pytest.raises(ValueError, match="weight is another parameter than at attach"):
+        model(torch.ones(1, 2)).sum().backward()
+
     # One rank alone: the others are told.
     with pytest.raises(ValueError, match="post-accumulate"):
         attach(hooked if rank.rank == 1 else nn.Linear(2, 2))

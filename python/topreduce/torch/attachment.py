@@ -14,12 +14,14 @@ from topreduce import Layout, Reducer
 from topreduce.torch.ddp_kind import DDPKind
 from topreduce.torch.device import GradientDevice, device_of
 from topreduce.torch.eligibility import check_gloo, check_parameter, check_type
+from topreduce.torch.fsdp_kind import FSDPKind
 from topreduce.torch.gradients import stored_shape
 from topreduce.torch.kinds import Kind, Parameters
 from topreduce.torch.machines import Levels
 from topreduce.torch.meeting import refuse
 from topreduce.torch.module_kind import ModuleKind
 from topreduce.torch.process_group import GroupCommunicator
+from topreduce.torch.replicas import group_of
 from topreduce.torch.scaling import Scaler
 from topreduce.torch.steps import Steps
 from topreduce.torch.surroundings import Surroundings
@@ -119,7 +121,10 @@ def _kind_of(model: object, group: object, replicas: object) -> Kind:
     check_type(model, group, replicas)
     if isinstance(model, DistributedDataParallel):
         return DDPKind(model)
-    assert isinstance(model, torch.nn.Module) and isinstance(group, dist.ProcessGroup)
+    assert isinstance(model, torch.nn.Module)
+    if replicas is not None:
+        return FSDPKind(model, group_of(replicas))
+    assert isinstance(group, dist.ProcessGroup)
     return ModuleKind(model, group)
 
 
@@ -153,8 +158,10 @@ def _prepare_together(
         refusal = error
     try:
         scaled = "" if scaler is None else f", scaler given{_SCALERS}"
-        ready = f"ready{scaled}"
-        comm.concur(ready if refusal is None else f"{type(refusal).__name__}: {refusal}")
+        ready = "ready" if refusal else kind.introduction(prepared.reducer)
+        comm.concur(
+            f"{ready}{scaled}" if refusal is None else f"{type(refusal).__name__}: {refusal}"
+        )
     except ValueError:
         if refusal is None:
             raise

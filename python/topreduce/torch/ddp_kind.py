@@ -124,6 +124,9 @@ class DDPKind:
             return on_two_levels(comm, layout, method, settings)
         return Reducer(layout, method, **settings)
 
+    def introduction(self, reducer: Reducer) -> str:
+        return "ready"
+
     def debts(self) -> str:
         dispatcher = _dispatchers.get(self.model)
         return "" if dispatcher is None else dispatcher.owed

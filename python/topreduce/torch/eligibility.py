@@ -36,13 +36,23 @@ def check_type(model: object, group: object, replicas: object) -> None:
         ),
         None,
     )
-    known = kinds & {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
-    if isinstance(model, torch.nn.Module) and group is not None and not known and inner is None:
+    if "FSDPModule" in kinds:
+        return _check_fsdp2(group, replicas)
+    if replicas is not None and isinstance(model, torch.nn.Module):
+        raise ValueError(
+            f"replicas= is for FSDP2, and {type(model).__name__} is no root of it: call "
+            "fully_shard(model, mesh=mesh['shard']) on the root as well"
+        )
+    others = kinds & {"FullyShardedDataParallel", "DeepSpeedEngine"}
+    if isinstance(model, torch.nn.Module) and group is not None and not others and inner is None:
         return
     if inner is not None:
         advice = f"attach to the DistributedDataParallel inside it: attach(model.{inner}, ...)"
-    elif kinds & {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}:
-        advice = "it shards its gradients, which is not supported; use DistributedDataParallel"
+    elif others:
+        advice = (
+            "it shards its gradients in a way that is not supported; use FSDP2 (fully_shard) with "
+            "replicas=, or DistributedDataParallel"
+        )
     elif isinstance(model, torch.nn.Module) and any(each.is_meta for each in model.parameters()):
         advice = (
             "it is on the meta device; give it memory (to_empty) and values, then wrap it: "
@@ -58,6 +68,18 @@ def check_type(model: object, group: object, replicas: object) -> None:
     raise TypeError(
         f"attach needs a DistributedDataParallel model, not {type(model).__name__}: {advice}"
     )
+
+
+def _check_fsdp2(group: object, replicas: object) -> None:
+    if group is not None:
+        raise ValueError("group= is for modules that are not sharded: attach with replicas=")
+    if replicas is None:
+        raise ValueError(
+            "FSDP adds up gradients within a replica, where entries cannot be left out: attach is "
+            "for the mean between replicas. Make the model with fully_shard(..., "
+            "mesh=mesh['shard']) and attach with replicas=mesh['replicate']; with one replica "
+            "leave it to FSDP"
+        )
 
 
 def check_gloo() -> None:
@@ -88,7 +110,7 @@ def check_ddp(ddp: DistributedDataParallel) -> None:
             "hook, and does not wait for their mean: wrap the model without it"
         )
     _check_tensor_parallelism(ddp)
-    _check_sparse(ddp.module)
+    check_sparse(ddp.module)
 
 
 def check_module(module: torch.nn.Module) -> None:
@@ -107,7 +129,7 @@ def check_module(module: torch.nn.Module) -> None:
             f"{cut[0]} is a DTensor, a part of a tensor: parts that choose other entries would "
             "drift apart; attach to models that are not tensor parallel"
         )
-    _check_sparse(module)
+    check_sparse(module)
 
 
 def check_hooks(parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -118,7 +140,7 @@ def check_hooks(parameters: Mapping[str, torch.nn.Parameter]) -> None:
             raise ValueError(f"{name} {HOOKED}")
 
 
-def _check_sparse(module: torch.nn.Module) -> None:
+def check_sparse(module: torch.nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.sparse:
             raise ValueError(f"{name} has sparse gradients; build it with sparse=False")

@@ -23,8 +23,8 @@ class Shards(Protocol):
     def objection(self) -> str:
         """Why the pass that begins cannot be averaged, if so."""
 
-    def factor(self, number: int) -> float:
-        """What means of this parameter's gradients are multiplied by."""
+    def delivered(self, number: int) -> None:
+        """The gradient of this parameter is now the mean over the ranks."""
 
 
 class Whole:
@@ -39,8 +39,8 @@ class Whole:
     def objection(self) -> str:
         return ""
 
-    def factor(self, number: int) -> float:
-        return 1.0
+    def delivered(self, number: int) -> None:
+        pass
 
 
 class Pass:

@@ -64,6 +64,9 @@ class Kind(Protocol):
         self, comm: GroupCommunicator, layout: Layout, method: str, settings: dict[str, object]
     ) -> Reducer: ...
 
+    def introduction(self, reducer: Reducer) -> str:
+        """A word that all ranks must have in common, beside what the reducer compares."""
+
     def debts(self) -> str:
         """In words, what an earlier handle left unpaid."""
 

@@ -22,6 +22,7 @@ from topreduce.torch import dense
 from topreduce.torch.device import GradientDevice
 from topreduce.torch.eligibility import HOOKED
 from topreduce.torch.gradients import Pass, Shards, flat, home_of, largest
+from topreduce.torch.kinds import plain_name
 from topreduce.torch.steps import Steps, is_in_backward
 from topreduce.torch.taker import Batch, Taker
 
@@ -43,6 +44,7 @@ class ModuleAdapter:
         after `release` it does so by itself. `device`: the one that the reducer uses.
         """
         self.owed = ""  # in words, what a handle left unpaid
+        self._module = weakref.ref(module)
         self._names = list(parameters)
         self._parameters = list(parameters.values())
         self._homes = [home_of(shards.local(each)) for each in self._parameters]
@@ -50,6 +52,7 @@ class ModuleAdapter:
         self._steps: Steps | None = steps
         self._reducer, self._device = reducer, device
         self._held = 0
+        self._objected = False  # to the open pass
         self._pass: Pass | None = None
         self._open: weakref.ref[_Token] | None = None  # dead once the pass is over or cut short
         self._taker = Taker(parameters, self._take, self._object, shards.local, self._arrive)
@@ -94,6 +97,7 @@ class ModuleAdapter:
         early = self._steps is not None and self._device is None
         early = early and self._reducer.spec["granularity"] == "bucket"
         self._taker.begin(takes=early and self._taker.learnt)
+        self._objected = False
         objection = self._objection()
         if objection:
             self._object(objection)
@@ -102,6 +106,16 @@ class ModuleAdapter:
         for name, parameter in zip(self._names, self._parameters, strict=True):
             if len(parameter._post_accumulate_grad_hooks) > 1:
                 return f"{name} {HOOKED}"
+        module = self._module()
+        now = {} if module is None else dict(module.named_parameters())
+        now = {plain_name(name): parameter for name, parameter in now.items()}
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            other = now.get(name, parameter)
+            if other is not parameter and type(other) is type(parameter):  # else FSDP unsharded it
+                return (
+                    f"{name} is another parameter than at attach(), as after "
+                    "load_state_dict(assign=True): detach() and attach again"
+                )
         return self._shards.objection()
 
     def _arrive(self) -> None:
@@ -117,13 +131,15 @@ class ModuleAdapter:
         """The engine has done its work."""
         taker, steps = self._taker, self._steps
         self._open = None
-        if taker.idle:  # FSDP2 was told to keep the gradients of this pass to itself
+        if (
+            taker.idle and not self._objected
+        ):  # FSDP2 was told to keep the gradients of this pass to itself
             taker.open, self._pass = False, None
             return
         if steps is None:
             taker.end()
             nobodys = dense.average(self._parameters, taker.used, self._shards, self._group)
-            self._multiply(nobodys)
+            self._tell_delivered(nobodys)
             taker.forget_use()
             return
         everything = range(len(self._parameters))
@@ -160,13 +176,12 @@ class ModuleAdapter:
                 )
                 flat(gradient).copy_(mean)
                 parameter.grad = self._shards.gradient(parameter, gradient)
-        self._multiply(nobodys)
+        self._tell_delivered(nobodys)
 
-    def _multiply(self, nobodys: set[int]) -> None:
-        for number, parameter in enumerate(self._parameters):
-            factor = self._shards.factor(number)
-            if factor != 1 and number not in nobodys and parameter.grad is not None:
-                self._shards.local(parameter.grad).mul_(factor)
+    def _tell_delivered(self, nobodys: set[int]) -> None:
+        for number in range(len(self._parameters)):
+            if number not in nobodys:
+                self._shards.delivered(number)
 
     def _current(self, steps: Steps) -> Pass:
         if self._pass is None:
@@ -183,6 +198,7 @@ class ModuleAdapter:
             raise ValueError(words)
 
         if self._steps is not None:
+            self._objected = True
             self._steps.hand_over(self._current(self._steps).step, refuse)
 
     # ---- the worker's part ---------------------------------------------------------------------

@@ -70,6 +70,9 @@ class ModuleKind:
     ) -> Reducer:
         return Reducer(layout, method, **settings)
 
+    def introduction(self, reducer: Reducer) -> str:
+        return "ready"
+
     def debts(self) -> str:
         adapter = _adapters.get(self.module)
         return "" if adapter is None else adapter.owed
