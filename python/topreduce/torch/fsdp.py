@@ -37,16 +37,7 @@ class FSDPShards:
         return local_part(tensor)
 
     def gradient(self, parameter: torch.nn.Parameter, local: Tensor) -> Tensor:
-        assert isinstance(parameter, DTensor)
-        gradient: Tensor = DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-        return gradient
+        return as_gradient(parameter, local)
 
     def delivered(self, number: int) -> None:
         """FSDP divides by a factor of the user's, if any, instead of the number of ranks."""
@@ -76,6 +67,20 @@ def local_part(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         local: Tensor = tensor.to_local()
         return local
+
+
+def as_gradient(parameter: torch.nn.Parameter, local: Tensor) -> Tensor:
+    """A DTensor that is sharded like the parameter, of which this is the rank's part."""
+    assert isinstance(parameter, DTensor)
+    whole: Tensor = DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return whole
 
 
 def shard_mesh(root: torch.nn.Module) -> DeviceMesh:

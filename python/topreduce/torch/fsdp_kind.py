@@ -7,12 +7,14 @@ import torch
 import torch.distributed as dist
 
 from topreduce import Layout, Reducer
+from topreduce.torch.checkpoint import Book
 from topreduce.torch.fsdp import FSDPShards, check_shards, local_part, shard_mesh
 from topreduce.torch.kinds import Parameters
 from topreduce.torch.meeting import Group
 from topreduce.torch.module_kind import ModuleKind
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.replicas import Grid, Replicas
+from topreduce.torch.sharded_checkpoint import ShardedBook
 from topreduce.torch.weights import make_equal
 
 
@@ -21,7 +23,8 @@ class FSDPKind(ModuleKind):
 
     def __init__(self, root: torch.nn.Module, replicas: dist.ProcessGroup) -> None:
         super().__init__(root, replicas)
-        self.grid = Grid(replicas, shard_mesh(root).get_group())
+        self._mesh = shard_mesh(root)
+        self.grid = Grid(replicas, self._mesh.get_group())
         self.shards = FSDPShards(root, self.parameters(), replicas.size())
 
     def places(self) -> Sequence[Group]:
@@ -40,6 +43,9 @@ class FSDPKind(ModuleKind):
         reducer = super().reducer(comm, layout, method, settings)
         reducer.commit_with(comm.shards)
         return reducer
+
+    def book(self, parameters: Parameters) -> Book:
+        return ShardedBook(parameters, self._mesh)
 
     def introduction(self, reducer: Reducer) -> str:
         """The reducer asks the ranks of its own shard alone."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from topreduce import Layout, Reducer
+from topreduce.torch.checkpoint import Book, WholeBook
 from topreduce.torch.device import GradientDevice
 from topreduce.torch.meeting import Group
 from topreduce.torch.process_group import GroupCommunicator, timeout_of
@@ -23,6 +24,7 @@ class Attached(NamedTuple):
 
     release: Callable[[str], None]  # what `detach` does; it is told what stays unpaid
     hold: Callable[[], AbstractContextManager[None]]
+    book: Book = WholeBook()
 
 
 class Kind(Protocol):

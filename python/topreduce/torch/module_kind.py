@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from topreduce import Layout, Reducer
+from topreduce.torch.checkpoint import Book, WholeBook
 from topreduce.torch.device import GradientDevice
 from topreduce.torch.eligibility import check_hooks, check_module
 from topreduce.torch.gradients import Shards, Whole
@@ -73,6 +74,9 @@ class ModuleKind:
     def introduction(self, reducer: Reducer) -> str:
         return "ready"
 
+    def book(self, parameters: Parameters) -> Book:
+        return WholeBook()
+
     def debts(self) -> str:
         adapter = _adapters.get(self.module)
         return "" if adapter is None else adapter.owed
@@ -95,4 +99,4 @@ class ModuleKind:
             self.module, parameters, self.group, self.shards, steps, reducer, device
         )
         _adapters[self.module] = adapter
-        return Attached(adapter.release, adapter.hold)
+        return Attached(adapter.release, adapter.hold, self.book(parameters))

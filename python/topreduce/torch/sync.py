@@ -29,7 +29,7 @@ class Sync:
         self._reducer = reducer
         self._comm = comm
         self._steps = steps
-        self._release, self._hold = attached
+        self._release, self._hold, self._book = attached
         self._attached = True
 
     def stats(self) -> dict[str, Any]:
@@ -83,7 +83,17 @@ class Sync:
         Every rank must save its own. Keys hold the rank, so one checkpoint can hold all of them.
         """
         self._steps.settle()
-        return checkpoint.pack(self._reducer, self._comm.ledger, self._comm.ledgers)
+        return self._book.pack(self._reducer, self._comm)
+
+    def empty_state(self, ranks: int) -> dict[str, Any]:
+        """A state that holds those of `ranks` ranks, for torch.distributed.checkpoint to load into.
+
+        For a run that was saved with another number of ranks, or replicas of a sharded model: give
+        it to topreduce.torch.reshard once it is loaded.
+        """
+        if ranks < 1:
+            raise ValueError(f"ranks must be at least 1, not {ranks}")
+        return checkpoint.empty(self.state_dict(), self._comm.ledger, ranks)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict()` was taken; ValueError, with what differs, if it cannot.
@@ -91,7 +101,7 @@ class Sync:
         Every rank must load before the next step, which raises on all of them if one has not.
         """
         self._steps.settle()
-        checkpoint.unpack(state, self._reducer, self._comm.ledger, self._comm.ledgers)
+        self._book.unpack(state, self._reducer, self._comm)
         self._steps.surroundings.debts_are_known()
 
     def detach(self) -> None:
