@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from topreduce.lab.cluster import parse_rates
+from topreduce.lab.methods import Method, parse_methods
 from topreduce.lab.models import MODELS, Workload
 from topreduce.lab.runs import Network
 
@@ -34,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     race = commands.add_parser("race", help="the time of a step, by method", formatter_class=form)
     _add_network(race)
     _add_workload(race)
-    race.add_argument("--methods", default=RACE_METHODS, help="what to compare, commas between")
+    race.add_argument("--methods", help=f"what to compare, commas between (usually {RACE_METHODS})")
     race.add_argument("--rounds", type=count, default=10, help="turns of each method")
     race.add_argument("--turn", type=count, default=2, help="steps of a turn")
     race.add_argument(
@@ -47,7 +48,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_network(train)
     _add_workload(train)
-    train.add_argument("--methods", default=TRAIN_METHODS, help="what to compare, commas between")
+    train.add_argument(
+        "--methods", help=f"what to compare, commas between (usually {TRAIN_METHODS})"
+    )
     train.add_argument("--steps", type=count, default=300, help="of dense; it sets the loss")
     train.add_argument("--target-loss", type=float, help="the loss to reach instead of dense's")
     train.add_argument("--seconds", type=as_seconds, help="train each for so long instead")
@@ -87,6 +90,12 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_network(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", type=count, default=4, help="machines, with a rank on each")
     parser.add_argument(
+        "--shards",
+        type=count,
+        default=1,
+        help="ranks on each host, which hold a replica together (FSDP2); `dense` is then HSDP",
+    )
+    parser.add_argument(
         "--rate", default="100mbit", help="of every link, both ways; or one for each host; or none"
     )
     parser.add_argument(
@@ -98,6 +107,15 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--local", action="store_true", help="processes without a network of their own: no limit"
     )
+
+
+SHARDED_METHODS = "noop,dense,bf16,topk:density=0.01,ok_topk:density=0.01"
+
+
+def methods(asked: argparse.Namespace, usual: str) -> list[Method]:
+    """What to compare; some of the usual are for models that are not sharded."""
+    words = asked.methods or (usual if asked.shards == 1 else SHARDED_METHODS)
+    return parse_methods(words, asked.shards)
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
@@ -120,6 +138,7 @@ def workload(asked: argparse.Namespace) -> Workload:
         context=asked.context,
         compute=asked.compute,
         seed=asked.seed,
+        shards=asked.shards,
     )
 
 
@@ -131,7 +150,7 @@ def network(asked: argparse.Namespace) -> Network:
         raise ValueError(f"--delay: at most {_LONGEST_DELAY:g} s, not {asked.delay:g} s")
     rates = parse_rates("none" if asked.local else asked.rate, asked.hosts)
     kind = "local" if asked.local else "cluster"
-    return Network(rates=rates, delay=asked.delay, kind=kind)
+    return Network(rates=rates, delay=asked.delay, kind=kind, shards=asked.shards)
 
 
 def count(word: str) -> int:
