@@ -25,6 +25,9 @@ def run(command: list[str]) -> str:
     ("name", "launcher", "parameters"),
     [
         ("torch_ddp", TORCHRUN, 19210),
+        ("torch_module", TORCHRUN, 19210),
+        ("torch_fsdp", [*TORCHRUN[:3], "--nproc-per-node=4", "--standalone"], 19210),
+        ("lightning_fsdp", [sys.executable], 19210),
         ("accelerate_loop", TORCHRUN, 19210),
         ("lightning_strategy", [sys.executable], 19210),
         ("transformers_trainer", TORCHRUN, 35658),

@@ -35,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     race = commands.add_parser("race", help="the time of a step, by method", formatter_class=form)
     _add_network(race)
     _add_workload(race)
-    race.add_argument("--methods", help=f"what to compare, commas between (usually {RACE_METHODS})")
+    race.add_argument("--methods", default=RACE_METHODS, help="what to compare, commas between")
     race.add_argument("--rounds", type=count, default=10, help="turns of each method")
     race.add_argument("--turn", type=count, default=2, help="steps of a turn")
     race.add_argument(
@@ -48,9 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_network(train)
     _add_workload(train)
-    train.add_argument(
-        "--methods", help=f"what to compare, commas between (usually {TRAIN_METHODS})"
-    )
+    train.add_argument("--methods", default=TRAIN_METHODS, help="what to compare, commas between")
     train.add_argument("--steps", type=count, default=300, help="of dense; it sets the loss")
     train.add_argument("--target-loss", type=float, help="the loss to reach instead of dense's")
     train.add_argument("--seconds", type=as_seconds, help="train each for so long instead")
@@ -114,8 +112,8 @@ SHARDED_METHODS = "noop,dense,bf16,topk:density=0.01,ok_topk:density=0.01"
 
 def methods(asked: argparse.Namespace, usual: str) -> list[Method]:
     """What to compare; some of the usual are for models that are not sharded."""
-    words = asked.methods or (usual if asked.shards == 1 else SHARDED_METHODS)
-    return parse_methods(words, asked.shards)
+    sharded = asked.shards > 1 and asked.methods == usual
+    return parse_methods(SHARDED_METHODS if sharded else asked.methods, asked.shards)
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
