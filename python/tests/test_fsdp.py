@@ -24,7 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from topreduce.torch import CommError, Sync
+from topreduce.torch import CommError, Sync, lane
 from topreduce.torch.fsdp import local_part
 from topreduce.torch.module_kind import _adapters
 from topreduce.torch.process_group import GroupCommunicator
@@ -381,3 +381,50 @@ def settings_together(rank: Rank) -> None:
 
 def test_settings_are_those_of_all_shards() -> None:
     group(4).run(settings_together)
+
+
+def on_a_device(rank: Rank) -> None:
+    """Main memory that is treated as if it were another device's: the same bits."""
+    mesh = mesh_of(2, 2)
+    found = []
+    for pretend in (False, True):
+        lane.pretend = pretend
+        try:
+            model = build(Case(), mesh["shard"])
+            sync = attach(model, mesh, "topk", density=0.1)
+            for step in range(3):
+                model.zero_grad()
+                model(text(rank.rank, step), (0, 2) if rank.rank < 2 else (0, 1, 2)).backward()
+            assert sync._reducer.on_device == pretend
+            found.append([each for each in local_gradients(model).values() if each is not None])
+            sync.detach()
+        finally:
+            lane.pretend = False
+    assert len(found[0]) == len(list(model.parameters()))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def with_a_scaler(rank: Rank) -> None:
+    """Debts are kept without the scale; an overflow on one rank skips the step on all shards."""
+    mesh = mesh_of(2, 2)
+    models = [build(Case(), mesh["shard"]) for _ in range(2)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    syncs = [
+        attach(models[0], mesh, "topk", density=0.1),
+        attach(models[1], mesh, "topk", density=0.1, scaler=scaler),
+    ]
+    for step in range(3):
+        for model in models:
+            model.zero_grad()
+        usual_step(models[0], syncs[0], step)
+        scaler.scale(models[1](text(rank.rank, step))).backward()
+        for name, mine in local_gradients(models[1]).items():
+            theirs = local_gradients(models[0])[name]
+            assert mine is not None and torch.equal(mine / scaler.get_scale(), theirs), name
+        assert torch.equal(owed(syncs[0]), owed(syncs[1]))
+        scaler._scale = None if scaler._scale is None else scaler._scale * 2
+
+
+def test_devices_and_scalers() -> None:
+    group(4).run(on_a_device)
+    group(4).run(with_a_scaler)

@@ -76,6 +76,16 @@ def equal_ddp(rank: Rank) -> None:
 
     compare(Branches, accumulate)
 
+    # The handle of a DDP model has it too.
+    plain, ours = (DistributedDataParallel(GPT()) for _ in range(2))
+    sync = attach_at_once(ours, "topk", density=1.0)
+    for model, silence in ((plain, plain.no_sync), (ours, sync.hold)):
+        with silence():
+            model(text(rank.rank, 0)).backward()
+        model(text(rank.rank, 1)).backward()
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
     def channels_last() -> nn.Module:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3))
