@@ -26,6 +26,11 @@ void Reducer::agree(Communicator& comm) {
   impl_->forget_order();
 }
 
+void Reducer::commit_with(Communicator* others) {
+  impl_->expect_closed("commit_with");
+  impl_->joint.join(others);
+}
+
 void Reducer::begin(Communicator& comm, float loss_scale) {
   const FloatMode mode;
   impl_->expect_closed("begin");
@@ -181,6 +186,13 @@ const Spec& Reducer::spec() const {
 }
 const StepStats& Reducer::stats() const {
   return impl_->stats;
+}
+std::vector<std::size_t> Reducer::unused() const {
+  std::vector<std::size_t> numbers;
+  for (std::size_t id = 0; id < impl_->layout.count(); ++id) {
+    if (!impl_->vote.used(id)) numbers.push_back(id);
+  }
+  return numbers;
 }
 std::uint64_t Reducer::step() const {
   return impl_->step;

@@ -49,6 +49,12 @@ class TOPREDUCE_API Reducer {
   /// does it by itself, as does the first with another number of ranks. Not while a step is open.
   void agree(Communicator& comm);
 
+  /// For a model whose parts (shards) are averaged apart from each other: from now on a step
+  /// commits only if it does on all ranks of `others` as well, one for each part, which must
+  /// outlive this. They must all make the same steps. Null: this is the whole model. Not while a
+  /// step is open.
+  void commit_with(Communicator* others);
+
   /// Opens a step. `loss_scale`: gradients come multiplied by it, and so does the mean; what is
   /// owed is kept without it. 0 on a rank that does not know it, because it has run out of data,
   /// and takes that of the others. Where `most` of `add` matters it must be the same on all ranks.
@@ -130,8 +136,10 @@ class TOPREDUCE_API Reducer {
   const Layout& remembered() const;  ///< what memory spans: all parameters but those of keep_dense
   const Spec& spec() const;          ///< every setting, defaults included
   const StepStats& stats() const;    ///< of the last finished step
-  std::uint64_t step() const;        ///< number of the next step
-  double density() const;            ///< of the next step: 1 while warming up, falling in the ramp
+  /// Parameters that no rank used in the last finished step, so that their gradients stayed.
+  std::vector<std::size_t> unused() const;
+  std::uint64_t step() const;  ///< number of the next step
+  double density() const;      ///< of the next step: 1 while warming up, falling in the ramp
   std::span<const float> owed() const;  ///< flat over `remembered`; empty for feedback "none"
 
   /// Shows everything the next step depends on, for checkpoints. Not while a step is open. A number

@@ -21,11 +21,13 @@ struct StepStats {
   std::uint64_t delivered = 0;  ///< entries of the sum that everyone applies
   std::uint64_t bytes_sent = 0;
   std::uint64_t bytes_received = 0;
-  std::uint64_t messages = 0;     ///< sent
-  std::uint64_t rounds = 0;       ///< of all exchanges and the vote; those of several overlap
-  double kept_energy = 1;         ///< share of |owed + gradient|^2 that was settled, 0 to 1
-  double owed_norm = 0;           ///< norm of what this rank owes after the step
-  double seconds_exchanging = 0;  ///< in which exchanges were under way
+  std::uint64_t messages = 0;      ///< sent
+  std::uint64_t bytes_inside = 0;  ///< sent to ranks with other parts of the model, if it has any
+  std::uint64_t messages_inside = 0;  ///< the same
+  std::uint64_t rounds = 0;           ///< of all exchanges and the vote; those of several overlap
+  double kept_energy = 1;             ///< share of |owed + gradient|^2 that was settled, 0 to 1
+  double owed_norm = 0;               ///< norm of what this rank owes after the step
+  double seconds_exchanging = 0;      ///< in which exchanges were under way
   bool finite = true;  ///< false: some rank had an infinity or NaN; nothing was committed
   std::array<double, kStageNames.size()> seconds{};
 

@@ -172,6 +172,11 @@ struct Owner {
     }
   }
 
+  void commit_with(nb::object wanted) {
+    reducer.commit_with(wanted.is_none() ? nullptr : &nb::cast<Communicator&>(wanted));
+    others = std::move(wanted);
+  }
+
   void use(nb::object wanted) {
     reducer.use(wanted.is_none() ? nullptr : &nb::cast<topreduce::Device&>(wanted));
     device = std::move(wanted);
@@ -229,6 +234,7 @@ struct Owner {
   std::vector<nb::object> held;         // by parameter
   std::vector<nb::object> places_held;  // where means go
   nb::object comm_held;
+  nb::object others;
   nb::object device;
 };
 
@@ -268,6 +274,10 @@ void bind_reducer(nb::module_& module) {
           "agree", [](Owner& self, Communicator& comm) { self.reducer.agree(comm); }, "comm"_a,
           nb::call_guard<nb::gil_scoped_release>(),
           "Compare version, model and settings over the ranks; ValueError on all if they differ.")
+      .def("commit_with", &Owner::commit_with, "others"_a.none(),
+           nb::sig("def commit_with(self, others: Communicator | None) -> None"),
+           "For a model whose parts are averaged apart from each other: a step commits only if it\n"
+           "does on all these ranks, one for each part. None: this is the whole model.")
       .def("begin", &Owner::begin, "comm"_a, "loss_scale"_a = 1.0f,
            nb::sig("def begin(self, comm: Communicator, loss_scale: float = 1.0) -> None"),
            "Open a step; gradients come, and leave, multiplied by `loss_scale`; 0 where that is\n"
@@ -370,6 +380,9 @@ void bind_reducer(nb::module_& module) {
       .def_prop_ro(
           "stats", [](const Owner& self) { return self.reducer.stats(); },
           "Of the last finished step.")
+      .def_prop_ro(
+          "unused", [](const Owner& self) { return self.reducer.unused(); },
+          "Parameters that no rank used in the last finished step: their gradients stayed.")
       .def_prop_ro(
           "step", [](const Owner& self) { return self.reducer.step(); }, "Number of the next step.")
       .def_prop_ro(

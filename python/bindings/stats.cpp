@@ -40,6 +40,9 @@ void bind_stats(nb::module_& module) {
   field("bytes_sent", &StepStats::bytes_sent, "Bytes that this rank sent.");
   field("bytes_received", &StepStats::bytes_received, "Bytes that this rank received.");
   field("messages", &StepStats::messages, "Messages that this rank sent.");
+  field("bytes_inside", &StepStats::bytes_inside,
+        "Bytes that this rank sent to those with other parts of the model.");
+  field("messages_inside", &StepStats::messages_inside, "Messages to them.");
   field("rounds", &StepStats::rounds, "Collectives, one after the other.");
   field("kept_energy", &StepStats::kept_energy, "Share of |owed + gradient|^2 that was settled.");
   field("owed_norm", &StepStats::owed_norm, "Norm of what this rank owes after the step.");

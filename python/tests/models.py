@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import topreduce.torch
 from topreduce.torch import Sync
 from topreduce.torch.ddp import DDPAdapter
+from topreduce.torch.fsdp import local_part
 
 
 def attach_at_once(ddp: DistributedDataParallel, method: str = "topk", **settings: Any) -> Sync:
@@ -137,7 +138,7 @@ def flat(model: nn.Module, part: Callable[[nn.Parameter], Tensor]) -> Tensor:
 def owed(sync: Sync) -> Tensor:
     """What this rank owes, flat, as its checkpoint would say."""
     state = sync.state_dict()
-    return torch.cat([state[key].flatten() for key in state if "/owed/" in key])
+    return torch.cat([local_part(state[key]).flatten() for key in state if "/owed/" in key])
 
 
 def digest(values: Tensor) -> str:

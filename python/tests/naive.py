@@ -18,6 +18,8 @@ _attach = topreduce.torch.attach
 
 def attach(ddp: DistributedDataParallel, *arguments: Any, **settings: Any) -> topreduce.torch.Sync:
     sync = _attach(ddp, *arguments, **settings)
+    if not isinstance(ddp, DistributedDataParallel):
+        return sync
     sync._reducer.use(None)
     adapter = adapter_of(sync)
     adapter._takes_early = False

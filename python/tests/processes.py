@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
+kept: list[dist.ProcessGroup] = []  # by this rank from case to case: torch caches its meshes
 NAIVE = "TOPREDUCE_TESTS_NAIVE"  # set: ranks use the attach() of naive.py
 
 
@@ -141,7 +142,7 @@ def _forget_the_last_case() -> None:
     Not before the next case begins: until then other ranks may still be talking.
     """
     for each in list(_world.pg_map):
-        if each is not dist.group.WORLD:
+        if each is not dist.group.WORLD and each not in kept:
             dist.destroy_process_group(each)
     gc.collect()
 

@@ -31,6 +31,9 @@ def run(*command: str) -> str:
     ("name", "launcher", "parameters"),
     [
         ("torch_ddp", TORCHRUN, 19210),
+        ("torch_module", [*FORKED, "torch"], 19210),
+        ("torch_fsdp", [*TORCHRUN[:3], "--nproc-per-node=4", "--standalone"], 19210),
+        ("lightning_fsdp", [*FORKED, "lightning"], 19210),
         ("accelerate_loop", [*FORKED, "accelerate"], 19210),
         ("lightning_strategy", [*FORKED, "lightning"], 19210),
         ("transformers_trainer", [*FORKED, "transformers"], 35658),

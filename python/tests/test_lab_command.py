@@ -54,6 +54,37 @@ def test_a_race_without_root(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "report.html").read_text()
 
 
+@needs_cluster
+def test_a_race_of_sharded_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two hosts of two ranks: what travels inside a host does not count."""
+    race = "race --hosts 2 --shards 2 --rate none --rounds 2 --turn 1 --methods"
+    methods = "noop,dense,topk:density=0.02"
+    assert lab(*race.split(), methods, *TINY, "--out", str(tmp_path)) == 0
+    assert "2 hosts with 2 shards each" in capsys.readouterr().out
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["ranks"] == 4
+    rows = {row["label"]: row for row in results["race"]}
+    entries = rows["dense"]["parameters"]
+    noop, dense, ours = (min(rows[label]["bytes_sent"]) for label in methods.split(","))
+    assert noop < 2000
+    assert 4 * entries < max(rows["dense"]["bytes_sent"]) and dense < 4.7 * entries
+    assert 2000 < ours < 0.06 * dense
+
+
+def test_a_training_of_sharded_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "train --local --hosts 2 --shards 2 --rounds 1 --steps 4 --evaluate-every 2 --methods"
+    methods = "dense,topk:density=0.05,warmup_steps=1,ramp_steps=0"
+    code = lab(*words.split(), methods, *TINY, "--out", str(tmp_path))
+    assert code == 0, capsys.readouterr().err
+    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert [run["spec"].split(":")[0] for run in runs] == ["dense", "dense", "topk"]
+    dense, _, sparse = runs
+    assert sparse["losses"][0] == pytest.approx(dense["losses"][0])
+    assert sparse["losses"][1] == pytest.approx(dense["losses"][1], abs=0.05)  # the warm-up
+    assert sparse["density"][-1] < 0.2
+    assert dense["evaluations"][-1]["loss"] < dense["evaluations"][0]["loss"]
+
+
 def test_a_training_on_the_clock_of_a_race(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +148,7 @@ def test_the_demo_works_without_a_network_of_its_own(
     ("words", "said"),
     [
         ("race --methods tpok", "unknown method 'tpok'"),
+        ("race --shards 2 --methods noop,powersgd:1", "it has noop, dense, bf16"),
         ("race --rate fast", "100mbit"),
         ("race --hosts 3 --rate 1mbit,2mbit", "3 hosts"),
         ("race --local --delay 5ms", "leave --local out"),

@@ -416,6 +416,8 @@ FIELDS: dict[str, type] = {
     "delivered": int,
     "bytes_sent": int,
     "bytes_received": int,
+    "bytes_inside": int,
+    "messages_inside": int,
     "rounds": int,
     "messages": int,
     "kept_energy": float,

@@ -62,6 +62,7 @@ void Reducer::Impl::begin(Communicator& communicator, float scale) {
                                 std::to_string(scale));
   }
   communicator.enter({comm::Place::Kind::step, step});
+  joint.enter(step);
   comm = &communicator;
   traffic_before = comm->traffic();
   knows_scale = scale > 0;

@@ -27,6 +27,10 @@ void Reducer::Impl::finish() {
   {
     Stopwatch watch(running[Stage::commit]);
     running.finite = vote.finite() && fits_callers();
+  }
+  running.finite = joint.hold(step, running.finite, running);
+  {
+    Stopwatch watch(running[Stage::commit]);
     running.finite ? commit() : spoil();
   }
   const comm::Traffic traffic = comm->traffic();
@@ -230,6 +234,7 @@ void Reducer::Impl::abandon() noexcept {
   // Once an exchange has started, peers may have heard of it, even if not from this rank.
   const bool begun = std::ranges::find(started, char{1}) != started.end();
   if (comm != nullptr && !begun) comm->leave();
+  if (comm != nullptr) joint.leave();  // nothing is said there before the vote
   comm = nullptr;
 }
 }  // namespace topreduce

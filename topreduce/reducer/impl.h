@@ -18,6 +18,7 @@
 
 #include "topreduce/bucket.h"
 #include "topreduce/bucket_plan.h"
+#include "topreduce/joint_vote.h"
 #include "topreduce/pipeline.h"
 #include "topreduce/reducer.h"
 #include "topreduce/vote.h"
@@ -112,6 +113,7 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   Budget budget;
   exchange::Workspace workspace;
   StepVote vote;
+  JointVote joint;
   bool sound = true;  // all that this rank brought so far is finite
   // What the caller handed over of a parameter.
   struct Held {

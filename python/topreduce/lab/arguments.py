@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from topreduce.lab.cluster import parse_rates
+from topreduce.lab.methods import Method, parse_methods
 from topreduce.lab.models import MODELS, Workload
 from topreduce.lab.runs import Network
 
@@ -87,6 +88,12 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_network(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", type=count, default=4, help="machines, with a rank on each")
     parser.add_argument(
+        "--shards",
+        type=count,
+        default=1,
+        help="ranks on each host, which hold a replica together (FSDP2); `dense` is then HSDP",
+    )
+    parser.add_argument(
         "--rate", default="100mbit", help="of every link, both ways; or one for each host; or none"
     )
     parser.add_argument(
@@ -98,6 +105,15 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--local", action="store_true", help="processes without a network of their own: no limit"
     )
+
+
+SHARDED_METHODS = "noop,dense,bf16,topk:density=0.01,ok_topk:density=0.01"
+
+
+def methods(asked: argparse.Namespace, usual: str) -> list[Method]:
+    """What to compare; some of the usual are for models that are not sharded."""
+    sharded = asked.shards > 1 and asked.methods == usual
+    return parse_methods(SHARDED_METHODS if sharded else asked.methods, asked.shards)
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
@@ -120,6 +136,7 @@ def workload(asked: argparse.Namespace) -> Workload:
         context=asked.context,
         compute=asked.compute,
         seed=asked.seed,
+        shards=asked.shards,
     )
 
 
@@ -131,7 +148,7 @@ def network(asked: argparse.Namespace) -> Network:
         raise ValueError(f"--delay: at most {_LONGEST_DELAY:g} s, not {asked.delay:g} s")
     rates = parse_rates("none" if asked.local else asked.rate, asked.hosts)
     kind = "local" if asked.local else "cluster"
-    return Network(rates=rates, delay=asked.delay, kind=kind)
+    return Network(rates=rates, delay=asked.delay, kind=kind, shards=asked.shards)
 
 
 def count(word: str) -> int:

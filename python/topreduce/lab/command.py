@@ -14,10 +14,16 @@ from typing import TextIO
 from rich.console import Console
 
 from topreduce.lab import report, runs
-from topreduce.lab.arguments import make_parser, network, workload
+from topreduce.lab.arguments import (
+    RACE_METHODS,
+    TRAIN_METHODS,
+    make_parser,
+    methods,
+    network,
+    workload,
+)
 from topreduce.lab.cluster import become_root
 from topreduce.lab.launch import RankError
-from topreduce.lab.methods import parse_methods
 from topreduce.lab.namespaces import ClusterError
 from topreduce.lab.race import RaceOptions, with_again
 from topreduce.lab.results import RESULTS, Results, load, named, new_folder, save
@@ -80,7 +86,7 @@ def publish(console: Console, results: Results, folder: Path) -> Path:
 def _race(asked: argparse.Namespace, console: Console) -> None:
     options = RaceOptions(
         workload=workload(asked),
-        methods=with_again(parse_methods(asked.methods)),
+        methods=with_again(methods(asked, RACE_METHODS)),
         rounds=asked.rounds,
         steps=asked.turn,
     )
@@ -93,7 +99,7 @@ def _race(asked: argparse.Namespace, console: Console) -> None:
 def _train(asked: argparse.Namespace, console: Console) -> None:
     options = TrainOptions(
         workload=workload(asked),
-        methods=parse_methods(asked.methods),
+        methods=methods(asked, TRAIN_METHODS),
         seeds=asked.seeds,
         steps=asked.steps,
         seconds=asked.seconds,

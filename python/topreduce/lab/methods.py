@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import topreduce.torch
 from topreduce import Layout, Reducer
+from topreduce.lab.sharding import NATIVE, mesh_of, shard, shard_natively
 
 OURS = "topreduce."  # "topreduce.dense" is our dense, "dense" is DDP's own all-reduce
 STEPS_BEFORE_POWERSGD = 2  # it refuses to begin earlier
@@ -28,17 +29,17 @@ _SCHEDULE = ("warmup_steps", "ramp_steps", "seed")
 
 
 class Attached:
-    """A DDP model with the method at work."""
+    """A model with the method at work."""
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.ddp = ddp
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.sync: topreduce.torch.Sync | None = None
         self.averager: PeriodicModelAverager | None = None
 
     def after_step(self) -> None:
         """To be called after the optimizer."""
         if self.averager is not None:
-            self.averager.average_parameters(self.ddp.parameters())
+            self.averager.average_parameters(self.model.parameters())
 
     def stats(self) -> dict[str, Any]:
         """Of the last step; empty unless the method is ours."""
@@ -71,55 +72,67 @@ class Method:
         """The same under another name: what the two differ by is noise."""
         return Method(self.label + AGAIN, self.spec)
 
-    def attach(self, model: nn.Module, seed: int) -> Attached:
-        """Wraps the model in DDP. Collective."""
+    def attach(self, model: nn.Module, seed: int, shards: int = 1) -> Attached:
+        """Wraps the model in DDP, or cuts it into shards. Collective."""
         name, _, argument = self.spec.partition(":")
+        if not self.is_ours and shards > 1:
+            return Attached(shard_natively(model, shards, name))
         if not self.is_ours:
             # PowerSGD sends from callbacks, whose order differs by rank: it can have one bucket.
             bucket_cap_mb = 1 << 20 if name == "powersgd" else None
-            attached = Attached(DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb))
-            STOCK[name](attached, argument)
+            ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+            attached = Attached(ddp)
+            STOCK[name](attached, ddp, argument)
             return attached
-        attached = Attached(DistributedDataParallel(model))
         spec = self.spec.removeprefix(OURS)
         own_seed = None if re.search(r"\bseed=", spec) else seed
-        attached.sync = topreduce.torch.attach(attached.ddp, spec, seed=own_seed)
+        if shards > 1:
+            mesh = mesh_of(shards)
+            attached, replicas = Attached(shard(model, mesh["shard"])), mesh["replicate"]
+        else:
+            attached, replicas = Attached(DistributedDataParallel(model)), None
+        attached.sync = topreduce.torch.attach(
+            attached.model, spec, seed=own_seed, replicas=replicas
+        )
         return attached
 
 
 # ---- what PyTorch has -----------------------------------------------------------------------
 
 
-def _hook(hook: Any) -> Callable[[Attached, str], None]:
-    def register(attached: Attached, argument: str) -> None:
-        attached.ddp.register_comm_hook(None, hook)
+Register = Callable[[Attached, DistributedDataParallel, str], None]
+
+
+def _hook(hook: Any) -> Register:
+    def register(attached: Attached, ddp: DistributedDataParallel, argument: str) -> None:
+        ddp.register_comm_hook(None, hook)
 
     return register
 
 
-def _powersgd(attached: Attached, argument: str) -> None:
+def _powersgd(attached: Attached, ddp: DistributedDataParallel, argument: str) -> None:
     state = powerSGD_hook.PowerSGDState(
         process_group=None,
         matrix_approximation_rank=int(argument or 1),
         start_powerSGD_iter=STEPS_BEFORE_POWERSGD,
     )
-    attached.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-def _post_local_sgd(attached: Attached, argument: str) -> None:
+def _post_local_sgd(attached: Attached, ddp: DistributedDataParallel, argument: str) -> None:
     state = post_localSGD_hook.PostLocalSGDState(  # type: ignore[no-untyped-call]
         process_group=None,
         subgroup=None,
         start_localSGD_iter=LOCAL_SGD_WARMUP,
         post_local_gradient_allreduce=False,
     )
-    attached.ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     attached.averager = PeriodicModelAverager(
         period=int(argument or 10), warmup_steps=LOCAL_SGD_WARMUP
     )
 
 
-STOCK: dict[str, Callable[[Attached, str], None]] = {
+STOCK: dict[str, Register] = {
     "noop": _hook(debugging_hooks.noop_hook),
     "dense": _hook(default_hooks.allreduce_hook),
     "fp16": _hook(default_hooks.fp16_compress_hook),
@@ -133,10 +146,10 @@ _WITH_NUMBER = ("powersgd", "post_local_sgd")
 # ---- reading the command line ---------------------------------------------------------------
 
 
-def parse_methods(words: str) -> list[Method]:
+def parse_methods(words: str, shards: int = 1) -> list[Method]:
     """Methods from "noop,dense,powersgd:4,ok_topk:density=0.01,values=bf16".
 
-    ValueError, with what is known, for one that no rank could run.
+    ValueError, with what is known, for one that no rank could run; `shards`: ranks on a host.
     """
     specs: list[str] = []
     for piece in words.split(","):
@@ -149,6 +162,12 @@ def parse_methods(words: str) -> list[Method]:
         raise ValueError("no method is given")
     for spec in specs:
         _check(spec)
+        name = spec.partition(":")[0]
+        if shards > 1 and name in STOCK and name not in NATIVE:
+            raise ValueError(
+                f"method {name!r} is of DistributedDataParallel, and --shards of FSDP: of "
+                f"PyTorch's own it has {', '.join(NATIVE)}"
+            )
     if len(set(specs)) < len(specs):
         raise ValueError(f"a method stands twice in {words!r}; the A/A row is added by itself")
     return [Method(spec, spec) for spec in specs]

@@ -28,6 +28,7 @@ class Workload:
     context: int = 64  # characters per example, where the data is text
     compute: float | None = None  # seconds to wait instead of computing
     seed: int = 0
+    shards: int = 1  # ranks on a host, which share a replica; 1: every rank has its own
 
 
 class Task(Protocol):
@@ -38,7 +39,7 @@ class Task(Protocol):
     optimizer: str  # what suits it: "adamw" or "sgd"
 
     def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
-        """Of `model`, which may be this one wrapped in DDP, on the batch of this rank and step."""
+        """Of `model`, which may be this one wrapped, on the batch of this rank and step."""
 
     def validation_loss(self, part: int, parts: int) -> float:
         """Over one of several equal parts of the data that is kept back."""

@@ -30,18 +30,24 @@ class Network:
     rates: Sequence[Rate]
     delay: float = 0.0  # seconds from any host to any other, one way
     kind: str = "cluster"  # or "local": processes that share this machine's loopback interface
+    shards: int = 1  # ranks on each host
 
     @property
     def hosts(self) -> int:
         return len(self.rates)
 
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.shards
+
     def words(self) -> str:
         if self.kind == "local":
-            return f"{self.hosts} local processes, unlimited"
+            return f"{self.ranks} local processes, unlimited"
         names = [rate_words(rate) for rate in self.rates]
         rates = names[0] if len(set(names)) == 1 else ", ".join(names)
         delay = f", {1e3 * self.delay:g} ms one way" if self.delay else ""
-        return f"{self.hosts} hosts at {rates}{delay}"
+        shards = f" with {self.shards} shards each" if self.shards > 1 else ""
+        return f"{self.hosts} hosts{shards} at {rates}{delay}"
 
     def unlimited(self) -> Network:
         return dataclasses.replace(self, rates=[None] * self.hosts, delay=0.0)
@@ -89,7 +95,8 @@ def built(console: Console, network: Network) -> Iterator[Built]:
                 highlight=False,
                 style="dim",
             )
-        made = Built([host.place for host in hosts], checks, relay)
+        places = [host.place for host in hosts for _ in range(network.shards)]
+        made = Built(places, checks, relay)
         made.late()  # what comes from here on counts
         yield made
 
@@ -101,7 +108,7 @@ def race(console: Console, network: Network, options: RaceOptions, command: str)
         late = made.late()
     return Results(
         command=command,
-        ranks=network.hosts,
+        ranks=network.ranks,
         network=network.words(),
         delay=network.delay,
         late=late,
@@ -131,7 +138,7 @@ def train(
     def so_far(runs: list[TrainRun]) -> Results:
         return Results(
             command=command,
-            ranks=network.hosts,
+            ranks=network.ranks,
             network=network.words(),
             delay=network.delay,
             late=late,
@@ -175,7 +182,7 @@ def _race(
         def show(turn: Turn) -> None:
             advance(turn.label, turn.round, f"{1e3 * turn.seconds:.0f} ms")
 
-        ranks = launch(race_rank, network.hosts, options, show, places)
+        ranks = launch(race_rank, network.ranks, options, show, places)
     return race_rows(options, ranks)
 
 
@@ -204,5 +211,5 @@ def _train(
             words = [f"step {news.step}", f"loss {news.loss:.2f}", news.reached]
             advance(label, done, ", ".join(filter(None, words)))
 
-        launch(train_rank, network.hosts, options, show, places)
+        launch(train_rank, network.ranks, options, show, places)
     return runs

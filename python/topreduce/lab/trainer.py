@@ -46,7 +46,7 @@ class Trainer:
         self.rank = rank
         self.task: Task = make_task(workload)
         self.learning_rate = self.task.learning_rate if learning_rate is None else learning_rate
-        self.attached = method.attach(self.task.model, workload.seed)
+        self.attached = method.attach(self.task.model, workload.seed, workload.shards)
         self.steps = 0
         self._optimizer = _make_optimizer(self.task, optimizer or self.task.optimizer)
 
@@ -57,7 +57,7 @@ class Trainer:
         start = time.monotonic()
         for parameter in self.task.model.parameters():
             parameter.grad = None
-        loss = self.task.loss(self.attached.ddp, self.rank, self.steps)
+        loss = self.task.loss(self.attached.model, self.rank, self.steps)
         loss.backward()  # type: ignore[no-untyped-call]
         if self._optimizer is not None:
             for group in self._optimizer.param_groups:
@@ -83,7 +83,7 @@ class Trainer:
 
 
 def interface_bytes() -> float:
-    """Bytes sent at the interface that Gloo uses; a rank's share where ranks share it."""
+    """Bytes sent by the host at the interface that Gloo uses; a rank's share of a loopback one."""
     interface = os.environ["GLOO_SOCKET_IFNAME"]
     with contextlib.suppress(OSError, ClusterError):
         sent, _ = bytes_through(interface)

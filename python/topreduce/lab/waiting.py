@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_BLOCKS = 6
+
 
 class Waiting:
     """A task, see `models.Task`, that computes nothing.
@@ -48,12 +50,34 @@ class Waiting:
 
 
 class _Shapes(nn.Module):
+    """In blocks of consecutive parameters, as models are sharded by."""
+
+    def __init__(self, shapes: Sequence[torch.Size]) -> None:
+        super().__init__()
+        share = sum(shape.numel() for shape in shapes) / _BLOCKS
+        groups: list[list[torch.Size]] = [[]]
+        for shape in shapes:
+            groups[-1].append(shape)
+            if sum(each.numel() for each in groups[-1]) >= share:
+                groups.append([])
+        self.blocks = nn.ModuleList(_Block(group) for group in groups if group)
+        self._sizes = [sum(each.numel() for each in group) for group in groups if group]
+
+    def forward(self, noise: Tensor, seconds_per_entry: float) -> Tensor:
+        value = torch.zeros((), requires_grad=True)
+        end = 0
+        for block, size in zip(self.blocks, self._sizes, strict=True):
+            value = block(value, noise[end:], seconds_per_entry)
+            end += size
+        return value
+
+
+class _Block(nn.Module):
     def __init__(self, shapes: Sequence[torch.Size]) -> None:
         super().__init__()
         self.tensors = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
 
-    def forward(self, noise: Tensor, seconds_per_entry: float) -> Tensor:
-        value = torch.zeros((), requires_grad=True)
+    def forward(self, value: Tensor, noise: Tensor, seconds_per_entry: float) -> Tensor:
         end = 0
         for parameter in self.tensors:
             gradient = noise[end : end + parameter.numel()].view(parameter.shape)

@@ -10,14 +10,45 @@ others only the numbers that all ranks of the machine share.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from topreduce import Reducer
+from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.two_levels import Member
 
 FORMAT = 1
+
+
+class Book(Protocol):
+    """How the state of a kind of model is kept."""
+
+    def pack(self, reducer: Reducer, comm: GroupCommunicator) -> dict[str, Any]: ...
+
+    def unpack(self, saved: Mapping[str, Any], reducer: Reducer, comm: GroupCommunicator) -> None:
+        """ValueError, with what differs, and then nothing has changed."""
+
+
+class WholeBook:
+    """Of models that are not sharded."""
+
+    def pack(self, reducer: Reducer, comm: GroupCommunicator) -> dict[str, Any]:
+        return pack(reducer, comm.ledger, comm.ledgers)
+
+    def unpack(self, saved: Mapping[str, Any], reducer: Reducer, comm: GroupCommunicator) -> None:
+        unpack(saved, reducer, comm.ledger, comm.ledgers)
+
+
+def empty(state: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """Like the state of `rank`, for each of `ranks` ranks, to be loaded into."""
+    prefix = f"rank{rank}/"
+    empty: dict[str, Any] = {}
+    for key, value in state.items():
+        for each in range(ranks) if key.startswith(prefix) else [rank]:
+            place = f"rank{each}/{key.removeprefix(prefix)}" if key.startswith(prefix) else key
+            empty[place] = value.clone() if isinstance(value, torch.Tensor) else value
+    return {**empty, "ranks": ranks}
 
 
 def pack(reducer: Reducer, rank: int, ranks: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from topreduce import Reducer
 from topreduce.torch.device import GradientDevice
+from topreduce.torch.gradients import largest
 from topreduce.torch.lane import Lane
 from topreduce.torch.steps import Step, Steps, is_in_backward
 from topreduce.torch.taker import Batch, Taker
@@ -38,7 +39,7 @@ class _Bucket:
         self.is_last = bucket.is_last()
         self.sizes = [each.numel() for each in self.parameters]
         self.unused: list[int] = []
-        self.most = _most(self.buffer.dtype)
+        self.most = largest(self.buffer.dtype)
         self._copies: list[tuple[Tensor, Tensor]] = []  # parts of the buffer, and their means
 
     def gradient(self, start: int, end: int) -> Tensor:
@@ -220,7 +221,7 @@ class DDPAdapter:
             for number, gradient in run:
                 flat = gradient.detach().as_strided((gradient.numel(),), (1,))
                 float32 = current.taken[number] = flat.float()
-                gradients.append((number, float32.numpy(), _most(gradient.dtype)))
+                gradients.append((number, float32.numpy(), largest(gradient.dtype)))
                 if ours:
                     current.lent.add(number)
             self._reducer.add_many(gradients, ours)
@@ -303,11 +304,6 @@ class _ForwardHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")  # a copy does nothing
-
-
-def _most(dtype: torch.dtype) -> float:
-    """What memory of this type can hold of a mean that is computed in fp32."""
-    return min(torch.finfo(each).max for each in (dtype, torch.float32))
 
 
 def _raise_at_the_end_of_backward(step: Step) -> None:

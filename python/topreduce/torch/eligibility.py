@@ -1,43 +1,88 @@
 """Which models can be attached: everything that speaks against one, in words that help."""
 
+from collections.abc import Mapping
+
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from topreduce.torch.taker import TakerHook
+
+HOOKED = (
+    "has a post-accumulate hook: it would see this rank's gradient before it is averaged, and an "
+    "optimizer in it would let the ranks drift apart. Do that after backward(); to change the "
+    "gradients of this rank, use Tensor.register_hook"
+)
 REMEDY = "wrap the model in a new DistributedDataParallel and attach to that"
 
 
-def check_type(ddp: object) -> None:
-    """TypeError unless it is a DDP model."""
-    if isinstance(ddp, DistributedDataParallel):
+def check_type(model: object, group: object, replicas: object) -> None:
+    """TypeError or ValueError unless its kind is one that attach() knows, and fits its group."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a process group, not {type(group).__name__}")
+    if isinstance(model, DistributedDataParallel):
+        if group is not None or replicas is not None:
+            raise ValueError(
+                "DistributedDataParallel has its own process group: attach without group= and "
+                "replicas="
+            )
         return
-    kinds = {each.__name__ for each in type(ddp).__mro__}
+    kinds = {each.__name__ for each in type(model).__mro__}
     inner = next(
         (
             name
             for name in ("module", "_orig_mod", "_forward_module")
-            if isinstance(getattr(ddp, name, None), DistributedDataParallel)
+            if isinstance(getattr(model, name, None), DistributedDataParallel)
         ),
         None,
     )
+    if "FSDPModule" in kinds:
+        return _check_fsdp2(group, replicas)
+    if replicas is not None and isinstance(model, torch.nn.Module):
+        raise ValueError(
+            f"replicas= is for FSDP2, and {type(model).__name__} is no root of it: call "
+            "fully_shard(model, mesh=mesh['shard']) on the root as well"
+        )
+    others = kinds & {"FullyShardedDataParallel", "DeepSpeedEngine"}
+    if isinstance(model, torch.nn.Module) and group is not None and not others and inner is None:
+        return
     if inner is not None:
         advice = f"attach to the DistributedDataParallel inside it: attach(model.{inner}, ...)"
-    elif kinds & {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}:
-        advice = "it shards its gradients, which is not supported; use DistributedDataParallel"
-    elif isinstance(ddp, torch.nn.Module) and any(each.is_meta for each in ddp.parameters()):
+    elif others:
+        advice = (
+            "it shards its gradients in a way that is not supported; use FSDP2 (fully_shard) with "
+            "replicas=, or DistributedDataParallel"
+        )
+    elif isinstance(model, torch.nn.Module) and any(each.is_meta for each in model.parameters()):
         advice = (
             "it is on the meta device; give it memory (to_empty) and values, then wrap it: "
             "attach(DistributedDataParallel(model), ...)"
         )
-    elif isinstance(ddp, torch.nn.Module):
-        advice = "wrap it first: attach(DistributedDataParallel(model), ...)"
+    elif isinstance(model, torch.nn.Module):
+        advice = (
+            "wrap it first: attach(DistributedDataParallel(model), ...), or have it averaged "
+            "without: attach(model, ..., group=torch.distributed.group.WORLD)"
+        )
     else:
         advice = "pass the model that DistributedDataParallel returned"
     raise TypeError(
-        f"attach needs a DistributedDataParallel model, not {type(ddp).__name__}: {advice}"
+        f"attach needs a DistributedDataParallel model, not {type(model).__name__}: {advice}"
     )
 
 
-def check_model(ddp: DistributedDataParallel) -> None:
+def _check_fsdp2(group: object, replicas: object) -> None:
+    if group is not None:
+        raise ValueError("group= is for modules that are not sharded: attach with replicas=")
+    if replicas is None:
+        raise ValueError(
+            "FSDP adds up gradients within a replica, where entries cannot be left out: attach is "
+            "for the mean between replicas. Make the model with fully_shard(..., "
+            "mesh=mesh['shard']) and attach with replicas=mesh['replicate']; with one replica "
+            "leave it to FSDP"
+        )
+
+
+def check_ddp(ddp: DistributedDataParallel) -> None:
     """ValueError if DDP averages this model in ways that a hook cannot replace."""
     if getattr(ddp, "_use_python_reducer", False):
         raise ValueError(
@@ -57,8 +102,39 @@ def check_model(ddp: DistributedDataParallel) -> None:
             "hook, and does not wait for their mean: wrap the model without it"
         )
     _check_tensor_parallelism(ddp)
-    for name, module in ddp.module.named_modules():
-        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+    check_sparse(ddp.module)
+
+
+def check_module(module: torch.nn.Module) -> None:
+    """ValueError if something else averages parts of this module, or cuts them."""
+    for name, part in module.named_modules():
+        kinds = {each.__name__ for each in type(part).__mro__}
+        others = kinds & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+        if others:
+            raise ValueError(
+                f"{name or 'the module'} is a {others.pop()}, which averages by itself: attach to "
+                "that, or to a module without it"
+            )
+    cut = [name for name, each in module.named_parameters() if type(each).__name__ == "DTensor"]
+    if cut:
+        raise ValueError(
+            f"{cut[0]} is a DTensor, a part of a tensor: parts that choose other entries would "
+            "drift apart; attach to models that are not tensor parallel"
+        )
+    check_sparse(module)
+
+
+def check_hooks(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """ValueError for parameters whose gradients others want to see before they are averaged."""
+    for name, parameter in parameters.items():
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        if any(type(hook) is not TakerHook for hook in hooks.values()):
+            raise ValueError(f"{name} {HOOKED}")
+
+
+def check_sparse(module: torch.nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.sparse:
             raise ValueError(f"{name} has sparse gradients; build it with sparse=False")
 
 

@@ -13,6 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -88,24 +89,22 @@ def _meet(group: Group, names: Sequence[int], timeout: timedelta) -> _Met:
     return _Met(place, legible(place.get("outcome")))
 
 
-def refuse(model: object, error: Exception) -> None:
-    """Tells the ranks that meet, or will, why this one does not.
-
-    A model without a process group, so no DDP model, counts as one of the default group.
-    """
+def refuse(groups: Sequence[Group], error: Exception) -> None:
+    """Tells the ranks that meet, or will, why this one does not; of the default group if none."""
     if not dist.is_initialized():
         return
-    group = getattr(model, "process_group", None)
-    known = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
-    assert known is not None
+    world = dist.group.WORLD
+    assert world is not None
 
-    def tell() -> None:
-        store, place = _next_place(known)
-        rank = known.rank()
-        place.set("outcome", sendable(f"rank {rank}: {type(error).__name__}: {error}"))
-        store.add(_meetings(rank), 1)
+    def tell(group: Group) -> None:
+        store, place = _next_place(group)
+        names = getattr(group, "ranks", range(group.size()))  # a circle has names of its own
+        word = f"rank {names[group.rank()]}: {type(error).__name__}: {error}"
+        place.set("outcome", sendable(word))
+        store.add(_meetings(group.rank()), 1)
 
-    with_patience(tell)
+    for group in groups or [world]:
+        with_patience(partial(tell, group))
 
 
 def legible(words: bytes) -> str:

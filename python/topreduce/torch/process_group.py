@@ -46,7 +46,7 @@ class Circle:
     ranks: Sequence[int]  # in the process group
     place: int  # of this rank in the circle
     title: str
-    everyone: "GroupCommunicator"  # of the process group
+    everyone: "GroupCommunicator | None" = None  # of the process group, if they are connected
 
     def rank(self) -> int:
         return self.place
@@ -82,7 +82,7 @@ class GroupCommunicator(Communicator):
         # After a time-out everyone is asked: who is missed here may be waiting elsewhere.
         self._waiting: RollCall = (
             group.everyone._waiting
-            if isinstance(group, Circle)
+            if isinstance(group, Circle) and group.everyone is not None
             else RollCall(self._store, self.rank, self._names, timeout, "waited")
         )
         if self.size > 1:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from topreduce.torch.checkpoint import FORMAT, few
+from topreduce.torch.fsdp import local_part
 
 
 def reshard(
@@ -47,7 +48,7 @@ def _sort(
             rank, _, name = key.partition("/")
             if name and rank.startswith("rank") and rank[4:].isdecimal():
                 before = own.setdefault(int(rank[4:]), {}).setdefault(name, value)
-                if not torch.equal(torch.as_tensor(before), torch.as_tensor(value)):
+                if not _same(before, value):
                     raise ValueError(f"two states of {rank}, which differ in {name}")
             elif common.setdefault(key, value) != value:
                 raise ValueError(f"states of different runs: {key} is {common[key]} and {value}")
@@ -65,9 +66,17 @@ def _sort(
             if part[key] != first[key]:
                 raise ValueError(f"{key} is {first[key]} on rank 0 and {part[key]} on rank {rank}")
         for key, value in part.items():
-            if torch.as_tensor(value).shape != torch.as_tensor(first[key]).shape:
+            if getattr(value, "shape", None) != getattr(first[key], "shape", None):
                 raise ValueError(f"{key} has another shape on rank {rank} than on rank 0")
     return common, [own[rank] for rank in sorted(own)]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(local_part(one), local_part(other))
+    return bool(one == other)
 
 
 def _blend(by_rank: list[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:
@@ -90,8 +99,10 @@ def _weigh(terms: list[tuple[float, Any]]) -> Any:
     if isinstance(first, torch.Tensor):
         if len(terms) == 1:
             return first.clone()
-        total = sum(share * value.double() for share, value in terms)
-        return torch.as_tensor(total).to(first.dtype)
+        total = torch.zeros_like(first, dtype=torch.float64)
+        for share, value in terms:
+            total += share * value.double()
+        return total.to(first.dtype)
     if all(value == first for _, value in terms):
         return first
     return sum(share * value for share, value in terms)

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from topreduce.torch.eligibility import REMEDY
 from topreduce.torch.scaling import Scaler, ScalerWatch
 
 
@@ -23,31 +21,38 @@ class Participation:
 
 
 class Surroundings:
-    """Watches one DDP model. DDP owns what owns this, so nothing here leads back to DDP."""
+    """Watches one model, which owns what owns this: so nothing here leads back to it."""
 
     def __init__(
         self,
-        ddp: DistributedDataParallel,
+        model: torch.nn.Module,
+        module: torch.nn.Module,
         parameters: Iterable[torch.nn.Parameter],
         frozen: Mapping[str, torch.nn.Parameter],
         scaler: Scaler | None,
+        advice: str,
     ) -> None:
-        """`parameters`: those that DDP reduces; `frozen`: all others."""
+        """`module`: the model, or what it wraps. `parameters`: those to average; `frozen`: all
+        others, and what to do if they are thawed.
+        """
         self._known = False  # what is owed, since the last step
         self.forgotten = ""  # how the model came to a state whose debts are not known here
-        self._ddp = weakref.ref(ddp)
+        self._model = weakref.ref(model)
+        self._advice = advice
         self._frozen = dict(frozen)
         self._scaler = scaler
         self._scaler_watch = ScalerWatch(parameters, scaler)
-        self._handle = ddp.module.register_load_state_dict_post_hook(_LoadNotice(weakref.ref(self)))
+        notice = _LoadNotice(weakref.ref(self))
+        self._handle = module.register_load_state_dict_post_hook(notice)  # type: ignore[no-untyped-call]
 
     def loss_scale(self) -> float:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
     def participation(self, *, in_backward: bool) -> Participation:
         """Of the step that begins. Outside of backward() this rank has joined."""
-        ddp = self._ddp()
-        by_all = getattr(ddp, "_divide_by_initial_world_size", True)  # an argument of join()
+        by_all = getattr(
+            self._model(), "_divide_by_initial_world_size", True
+        )  # an argument of join()
         return Participation(
             "present" if in_backward else "joined", "ranks" if by_all else "present"
         )
@@ -63,8 +68,8 @@ class Surroundings:
             del self._frozen[name]
         if thawed:
             warnings.warn(
-                f"{', '.join(thawed)} was frozen when DDP wrapped the model and is not now: DDP "
-                f"never averages it, so the ranks drift apart; {REMEDY}",
+                f"{', '.join(thawed)} was frozen when the model was wrapped or attached, and is "
+                f"not now: it is never averaged, so the ranks drift apart; {self._advice}",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -1,20 +1,22 @@
 """The handle that attach() returns."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from topreduce import Reducer
 from topreduce.torch import checkpoint, report
+from topreduce.torch.kinds import Attached
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.steps import Steps
 
 
 class Sync:
-    """Averages the gradients of one DDP model; made by `attach`.
+    """Averages the gradients of one model; made by `attach`.
 
     An error of the network comes out of `backward()`, on every rank that can still be reached, with
     the gradients set to zero and what is owed as it was. From then on every backward pass raises it
-    again: `detach()` goes on with DDP's own averaging, and a new `attach` with a new connection.
+    again: `detach()` goes on with dense averaging, and a new `attach` with a new connection.
     """
 
     def __init__(
@@ -22,13 +24,12 @@ class Sync:
         reducer: Reducer,
         comm: GroupCommunicator,
         steps: Steps,
-        release: Callable[[str], None],
+        attached: Attached,
     ) -> None:
-        """`release` makes DDP average by itself again; it is told what stays unpaid."""
         self._reducer = reducer
         self._comm = comm
         self._steps = steps
-        self._release = release
+        self._release, self._hold, self._book = attached
         self._attached = True
 
     def stats(self) -> dict[str, Any]:
@@ -68,13 +69,31 @@ class Sync:
         """Ends `bypass`. Collective."""
         self._together("resume", "resume()", self._reducer.resume)
 
+    def hold(self) -> AbstractContextManager[None]:
+        """Around forward and backward passes whose gradients are only added up on this rank.
+
+        They are averaged together with those of the next backward pass outside: gradient
+        accumulation. DDP's no_sync() is the same.
+        """
+        return self._hold()
+
     def state_dict(self) -> dict[str, Any]:
         """Everything this rank's next step depends on: tensors, numbers and words by name.
 
         Every rank must save its own. Keys hold the rank, so one checkpoint can hold all of them.
         """
         self._steps.settle()
-        return checkpoint.pack(self._reducer, self._comm.ledger, self._comm.ledgers)
+        return self._book.pack(self._reducer, self._comm)
+
+    def empty_state(self, ranks: int) -> dict[str, Any]:
+        """A state that holds those of `ranks` ranks, for torch.distributed.checkpoint to load into.
+
+        For a run that was saved with another number of ranks, or replicas of a sharded model: give
+        it to topreduce.torch.reshard once it is loaded.
+        """
+        if ranks < 1:
+            raise ValueError(f"ranks must be at least 1, not {ranks}")
+        return checkpoint.empty(self.state_dict(), self._comm.ledger, ranks)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict()` was taken; ValueError, with what differs, if it cannot.
@@ -82,13 +101,15 @@ class Sync:
         Every rank must load before the next step, which raises on all of them if one has not.
         """
         self._steps.settle()
-        checkpoint.unpack(state, self._reducer, self._comm.ledger, self._comm.ledgers)
+        self._book.unpack(state, self._reducer, self._comm)
         self._steps.surroundings.debts_are_known()
 
     def detach(self) -> None:
-        """DDP averages by itself again; what is owed stays readable here, and is not applied.
+        """From now on means are dense; what is owed stays readable here, and is not applied.
 
-        To be called on all ranks between the same steps. Another `attach` may follow.
+        DDP averages by itself again. Where nobody else would, gradients are averaged after the
+        backward pass by the process group that was given, until the model goes. To be called on
+        all ranks between the same steps. Another `attach` may follow.
         """
         if self._attached:
             self._steps.settle()

@@ -1,9 +1,9 @@
-"""Takes gradients as they become ready, which is before DDP's buckets are full.
+"""Takes gradients as they become ready, while the backward pass goes on.
 
 A hook of each parameter is called whenever something was added to its gradient: once in a backward
 pass, or more often (reentrant checkpoints with static_graph). How often is learnt from the first
 pass, and the gradient is taken at the last call. Where that is not sure to be all, the adapter
-(ddp.py) takes it when its framework says that it is complete:
+(ddp.py, module.py) takes it when its framework says that it is complete:
 
 - a parameter that was called another number of times in another pass, or changed after it;
 - one with further post-accumulate hooks, which may change the gradient;
@@ -31,16 +31,21 @@ class Taker:
         parameters: Mapping[str, torch.nn.Parameter],
         hand_over: Callable[[Batch], None],
         object_to: Callable[[str], None],
+        local: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        arrive: Callable[[], None] = lambda: None,
     ) -> None:
         """`parameters`: by name, in the layout's order. `hand_over` gets gradients that will not
         change any more, in the order they came. `object_to` is told of one that changed all the
         same: its step must not go through. Both are called inside of backward() and must not
-        raise.
+        raise. `local`: what this rank holds of a parameter or a gradient. `arrive` is called before
+        every gradient, and may begin a pass.
         """
         self._hand_over, self._object_to = hand_over, object_to
+        self._local, self._arrive = local, arrive
         self._names = list(parameters)
-        self._strides = [parameter.stride() for parameter in parameters.values()]
-        self._plain = [parameter.is_contiguous() for parameter in parameters.values()]
+        held = [local(parameter) for parameter in parameters.values()]
+        self._strides = [tensor.stride() for tensor in held]
+        self._plain = [tensor.is_contiguous() for tensor in held]
         self._calls = [0] * len(parameters)  # in a pass, as learnt; 0: not yet known
         self.used = bytearray(len(parameters))  # 1: called since `forget_use`
         self.open = False  # in a pass, or before one
@@ -58,7 +63,7 @@ class Taker:
         handles = []
         for number, parameter in enumerate(parameters.values()):
             listen = parameter.register_post_accumulate_grad_hook
-            handles.append(listen(_Hook(weakref.ref(self), number)))  # type: ignore[no-untyped-call]
+            handles.append(listen(TakerHook(weakref.ref(self), number)))  # type: ignore[no-untyped-call]
         self._remove_hooks = weakref.finalize(self, _remove, handles)
 
     def plan(self, buckets: Sequence[Sequence[int]]) -> None:
@@ -89,6 +94,15 @@ class Taker:
         self.open, self.learnt = False, True
         self._seen.clear()
         self._taken.clear()
+
+    @property
+    def idle(self) -> bool:
+        """No parameter was called in this pass."""
+        return not any(self._called)
+
+    def was_taken(self, number: int) -> bool:
+        """In this pass."""
+        return number in self._taken
 
     def forget_use(self) -> None:
         self.used[:] = bytes(len(self.used))
@@ -122,6 +136,7 @@ class Taker:
 
     def called(self, number: int, parameter: torch.nn.Parameter) -> None:
         """By the hook, for every gradient: it takes about a microsecond."""
+        self._arrive()
         self.used[number] = 1
         if not self.open:
             return
@@ -131,8 +146,10 @@ class Taker:
             return self._object(number)
         if wanted == _NOT_SURE or calls < wanted:
             return
-        gradient = parameter.grad
-        if gradient is None or not self._is_fit(number, parameter, gradient):
+        if parameter.grad is None:
+            return
+        gradient = self._local(parameter.grad)
+        if not self._is_fit(number, parameter, gradient):
             return
         if not gradient._is_view():  # else it has its version in common with the whole bucket
             self._seen[number] = gradient, gradient._version
@@ -151,7 +168,7 @@ class Taker:
 
     def _is_fit(self, number: int, parameter: torch.nn.Parameter, gradient: Tensor) -> bool:
         hooks = parameter._post_accumulate_grad_hooks
-        if len(hooks) > 1 and any(type(hook) is not _Hook for hook in hooks.values()):
+        if len(hooks) > 1 and any(type(hook) is not TakerHook for hook in hooks.values()):
             return False
         if not gradient.is_cpu or gradient.layout is not torch.strided:
             return False
@@ -168,7 +185,7 @@ class Taker:
         )
 
 
-class _Hook:
+class TakerHook:
     """Of one parameter, which owns it."""
 
     __slots__ = "_number", "_taker"

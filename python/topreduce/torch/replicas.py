@@ -1,0 +1,127 @@
+"""Connections of a sharded model: those that hold the same shard, and those of the same replica.
+
+          shard 0   shard 1
+replica 0    0    =    1          = inside: one word before each commit, usually in a machine
+             |         |          | between: the shard's gradients, over the network
+replica 1    2    =    3
+"""
+
+import json
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from topreduce import CommError
+from topreduce.torch.meeting import refuse
+from topreduce.torch.process_group import Circle, GroupCommunicator
+
+
+class Grid:
+    """Where this rank stands."""
+
+    def __init__(self, replicas: dist.ProcessGroup, shards: dist.ProcessGroup) -> None:
+        between, inside = (dist.get_process_group_ranks(each) for each in (replicas, shards))
+        rank = dist.get_rank()
+        if set(between) & set(inside) != {rank}:
+            raise ValueError(
+                f"replicas are ranks that hold the same shard, and ranks {between} are not: they "
+                f"share the shards {inside}. Give the other dimension of the mesh; a model with "
+                "one replica has nothing to average, and is left to FSDP"
+            )
+        self.replica, self.shard = between.index(rank), inside.index(rank)
+        title = f"rank {rank} (replica {self.replica} of {len(between)}, "
+        title += f"shard {self.shard} of {len(inside)})"
+        name = f"{replicas.group_name}/replicas {between}"
+        self.between = Circle(name, between, self.replica, title)
+        name = f"{shards.group_name}/shards {inside}"
+        self.inside = Circle(name, inside, self.shard, title)
+
+
+class Replicas(GroupCommunicator):
+    """The ranks that hold the same shard, and `shards`, those of the same replica. Collective."""
+
+    def __init__(self, grid: Grid, timeout: timedelta) -> None:
+        try:
+            super().__init__(grid.between, timeout)
+        except Exception as error:
+            refuse([grid.inside], error)
+            raise
+        try:
+            self.shards = GroupCommunicator(grid.inside, timeout)
+            # Who waits in one of them is no silent peer in the other.
+            self.beside, self.shards.beside = [self.shards], [self]
+        except BaseException as error:
+            super().close(f"attach: {error}")
+            raise
+        try:
+            self.concur_on_place(grid)
+        except BaseException as error:
+            self.close(f"attach: {error}")
+            raise
+
+    def concur_on_place(self, grid: Grid) -> None:
+        """ValueError on all ranks unless each shard is held by one rank of every replica."""
+        places = self._ask_all(f"shard {grid.shard} of {len(grid.inside.ranks)}")
+        for by_shard in places:
+            expected = [f"shard {shard} of {len(by_shard)}" for shard in range(len(by_shard))]
+            if by_shard != expected or len(by_shard) != len(places[0]):
+                raise ValueError(
+                    "replicas must be ranks that hold the same shard, and as many of each: by "
+                    f"replica they hold {places}"
+                )
+
+    def concur(self, word: str) -> None:
+        """Over all ranks of the model."""
+        words = self._ask_all(word)
+        if len({each for part in words for each in part}) > 1:
+            told = "; ".join(
+                f"replica {replica}, shard {shard}: {each}"
+                for replica, part in enumerate(words)
+                for shard, each in enumerate(part)
+            )
+            raise ValueError(f"the ranks differ, so nothing was changed: {told}")
+
+    def _ask_all(self, word: str) -> list[list[str]]:
+        """What all ranks of the model say, by replica and shard."""
+        try:
+            own = self.shards.ask(word)
+            return [json.loads(each) for each in self.ask(json.dumps(own))]
+        except ValueError as error:
+            # Some ranks are elsewhere, and others cannot hear of it but by losing us.
+            raise CommError(str(error)) from None
+
+    def enter(self, call: str, step: int = 0) -> None:
+        if hasattr(self, "shards"):
+            self.shards.enter(call, step)
+        super().enter(call, step)
+
+    def trim(self) -> None:
+        self.shards.trim()
+        super().trim()
+
+    def close(self, word: str = "") -> None:
+        super().close(word)
+        self.shards.close(word)
+
+    def interrupt(self, why: str) -> None:
+        super().interrupt(why)
+        if hasattr(self, "shards"):
+            self.shards.interrupt(why)
+
+
+def group_of(replicas: object) -> dist.ProcessGroup:
+    """The process group that `replicas` of attach() means."""
+    if isinstance(replicas, DeviceMesh):
+        if replicas.ndim != 1:
+            raise ValueError(
+                f"replicas must be a mesh of one dimension, not of {replicas.ndim}: "
+                "mesh['replicate']"
+            )
+        group: dist.ProcessGroup = replicas.get_group()
+        return group
+    if isinstance(replicas, dist.ProcessGroup):
+        return replicas
+    raise TypeError(
+        f"replicas must be a DeviceMesh or a process group, not {type(replicas).__name__}"
+    )

@@ -1,0 +1,100 @@
+"""The state of a sharded model, so that torch.distributed.checkpoint can cut it anew.
+
+    format, ranks, settings/<name>      as in checkpoint.py; ranks are replicas
+    shards                              of each replica, when it was saved
+    rank<r>/step, rank<r>/bypassed      of replica r
+    rank<r>/<quantity>/<parameter>      of replica r, a DTensor that is sharded like the parameter
+    rank<r>/learnt                      what each shard has learnt, one row or several of a DTensor
+
+What a shard has learnt, such as its threshold, fits that shard alone: with another number of shards
+it is learnt anew, which takes a step or two. The table has the same shape for any number, since
+torch.distributed.checkpoint loads a tensor only into one of its own shape.
+"""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from topreduce import Reducer
+from topreduce.torch import checkpoint
+from topreduce.torch.fsdp import as_gradient, local_part
+from topreduce.torch.process_group import GroupCommunicator
+
+_ROWS = 256  # the largest number of shards whose learnt values are kept
+_SHARED = ("step", "bypassed")  # by the shards of a replica
+
+
+class ShardedBook:
+    """See checkpoint.Book."""
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], mesh: DeviceMesh) -> None:
+        self._parameters, self._mesh = dict(parameters), mesh
+
+    def pack(self, reducer: Reducer, comm: GroupCommunicator) -> dict[str, Any]:
+        prefix = f"rank{comm.ledger}/"
+        whole = checkpoint.pack(reducer, comm.ledger, comm.ledgers)
+        state = {key: value for key, value in whole.items() if not key.startswith(prefix)}
+        state["shards"] = self._mesh.size()
+        own = _own(whole, prefix)
+        for key, value in own.items():
+            if isinstance(value, torch.Tensor):
+                parameter = self._parameters[key.partition("/")[2]]
+                state[prefix + key] = as_gradient(parameter, value)
+            elif key in _SHARED:
+                state[prefix + key] = value
+        learnt = _learnt(own)
+        row = torch.tensor(list(learnt.values()), dtype=torch.float64)
+        parts = torch.arange(_ROWS).chunk(self._mesh.size())  # as DTensors are cut
+        place = self._mesh.get_local_rank()
+        rows = len(parts[place]) if place < len(parts) else 0
+        state[f"{prefix}learnt"] = DTensor.from_local(
+            row.repeat(rows, 1),
+            self._mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size((_ROWS, len(learnt))),
+            stride=(len(learnt), 1),
+        )
+        state[f"{prefix}learnt_names"] = _fingerprint(learnt)
+        return state
+
+    def unpack(self, saved: Mapping[str, Any], reducer: Reducer, comm: GroupCommunicator) -> None:
+        if not isinstance(saved, Mapping) or "shards" not in saved:
+            raise ValueError("not a state_dict() of a sharded model")
+        prefix = f"rank{comm.ledger}/"
+        here = _own(checkpoint.pack(reducer, comm.ledger, comm.ledgers), prefix)
+        state = {key: value for key, value in saved.items() if not key.startswith(prefix)}
+        own = _own(saved, prefix)
+        table, names = own.pop("learnt", None), own.pop("learnt_names", None)
+        learnt = _learnt(here)
+        if own and (names != _fingerprint(learnt) or not isinstance(table, torch.Tensor)):
+            raise ValueError("saved with other stages, or damaged: what they learnt does not fit")
+        if own:
+            rows = local_part(table)
+            if saved["shards"] == self._mesh.size() and rows.shape[0] > 0:
+                learnt = dict(zip(learnt, rows[0].tolist(), strict=True))
+            own.update(learnt)
+        for key, value in own.items():
+            state[prefix + key] = local_part(value) if isinstance(value, torch.Tensor) else value
+        checkpoint.unpack(state, reducer, comm.ledger, comm.ledgers)
+
+
+def _own(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
+
+
+def _learnt(own: Mapping[str, Any]) -> dict[str, float]:
+    """What belongs to one shard, in one order."""
+    return {
+        key: float(own[key])
+        for key in sorted(own)
+        if key not in _SHARED and not isinstance(own[key], torch.Tensor)
+    }
+
+
+def _fingerprint(learnt: Mapping[str, float]) -> int:
+    return zlib.crc32("\n".join(learnt).encode())
