@@ -193,6 +193,27 @@ def test_equals_native_hsdp(part: int) -> None:
     group(4).run(equal_native, list(CASES)[part::3])
 
 
+def odd_meshes(rank: Rank) -> None:
+    """Three replicas of one shard, and one replica of three, which has nobody to average with."""
+    for replicas, shards in ((3, 1), (1, 3)):
+        mesh = mesh_of(replicas, shards)
+        native, ours = build(Case(), mesh), build(Case(), mesh["shard"])
+        sync = attach(ours, mesh, "topk", density=1.0, values="fp32")
+        for step in range(3):
+            for model in (native, ours):
+                model.zero_grad()
+                usual_step(model, None, step)
+            expected, found = local_gradients(native), local_gradients(ours)
+            for name, theirs in expected.items():
+                torch.testing.assert_close(found[name], theirs, rtol=1e-5, atol=1e-7, msg=name)
+        assert sync.stats()["messages_inside"] == shards - 1
+        assert (sync.stats()["bytes_sent"] > 0) == (replicas > 1)
+
+
+def test_odd_meshes() -> None:
+    group(3).run(odd_meshes)
+
+
 # ---- the laws where entries are left out -------------------------------------------------------
 
 

@@ -109,7 +109,22 @@ def refuse(rank: Rank) -> None:
     with pytest.raises(ValueError, match=r"attached already|nothing was|differ|post-accumulate"):
         topreduce.torch.attach(hooked() if rank.rank == 1 else plain(), "topk", replicas=replicas)
     again = plain()
-    usual_step(again, attach(again, mesh), 0)
+    sync = attach(again, mesh)
+    usual_step(again, sync, 0)
+
+    # Also before it is connected.
+    dist.barrier()
+    if rank.rank != 1:
+        sync.detach()
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"attached already: detach") as refusal:
+        attach(again, mesh)
+    assert (rank.rank == 1) != str(refusal.value).startswith("nothing was attached, on no rank")
+    sync.detach()
+    dist.barrier()
+    sync = attach(again, mesh, density=0.1)
+    usual_step(again, sync, 1)
+    assert len(sync.history()) == 1
 
 
 def test_refusals() -> None:

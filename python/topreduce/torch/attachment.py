@@ -62,16 +62,16 @@ def attach(
     (fully_shard), with `replicas`, the ranks that hold the same shards, as a process group or a
     mesh of one dimension.
 
-    Collective over these ranks; if one refuses, or they differ in model,
-    method, settings or version, all of them raise and nothing is attached. What is None has the
-    method's default; `topreduce methods` lists them. The first `warmup_steps` (10) are dense, then
-    the density falls geometrically over `ramp_steps` (100). `bucket_cap_mb`: gradients that are
+    Collective over all ranks that train it; if one refuses, or they differ in model, method,
+    settings or version, all of them raise and nothing is attached. What is None has the method's
+    default; `topreduce methods` lists them. The first `warmup_steps` (10) are dense, then the
+    density falls geometrically over `ramp_steps` (100). `bucket_cap_mb`: gradients that are
     exchanged together, as they become ready; DDP's own buckets do not matter. `keep_dense`:
     patterns such as "*norm*" for parameters that are never cut. `scaler`: the GradScaler that
-    multiplies your loss, so that what is owed is kept without its factor. `local_group`, of a DDP
-    model: the ranks of this rank's machine, as a process group, or "host" for those of one host
-    name and boot;
-    gradients are then averaged inside each machine first, and one rank of each exchanges, and owes.
+    multiplies your loss, so that what is owed is kept without its factor. `local_group`, for DDP:
+    the ranks of this rank's machine, as a process group, or "host" for those of one host name and
+    boot; gradients are then averaged inside each machine first, and one rank of each exchanges,
+    and owes.
     `timeout`: how long to wait for a peer that is silent, which may just be busy; None waits as
     long as the model's process group. A rank whose model is not DDP can tell the default process
     group that it refuses; those of another group wait for their time-out.
@@ -105,7 +105,7 @@ def attach(
     try:
         reducer, parameters, device = _prepare_together(comm, kind, method, given, timeout, scaler)
         reducer.agree(comm)
-        kind.take_over(comm, parameters)
+        kind.take_over(comm)
     except BaseException as error:
         comm.close(f"attach: {error}")
         raise

@@ -131,7 +131,7 @@ class DDPKind:
         dispatcher = _dispatchers.get(self.model)
         return "" if dispatcher is None else dispatcher.owed
 
-    def take_over(self, comm: GroupCommunicator, parameters: Parameters) -> None:
+    def take_over(self, comm: GroupCommunicator) -> None:
         if self.model not in _dispatchers:
             dispatcher = _Dispatcher(self.model.process_group)
             self.model.register_comm_hook(dispatcher, _hook)

@@ -52,7 +52,7 @@ class FSDPKind(ModuleKind):
         settings = sorted(reducer.spec.items())
         return "ready, " + ", ".join(f"{k}={v}" for k, v in settings if k != "threads")
 
-    def take_over(self, comm: GroupCommunicator, parameters: Parameters) -> None:
+    def take_over(self, comm: GroupCommunicator) -> None:
         """FSDP sees to it that the shards of a replica fit; here replicas become equal."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         make_equal([local_part(each.detach()) for each in tensors], comm, self.group)

@@ -72,7 +72,7 @@ class Kind(Protocol):
     def debts(self) -> str:
         """In words, what an earlier handle left unpaid."""
 
-    def take_over(self, comm: GroupCommunicator, parameters: Parameters) -> None:
+    def take_over(self, comm: GroupCommunicator) -> None:
         """All ranks agree. Collective."""
 
     def start(

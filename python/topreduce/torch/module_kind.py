@@ -81,7 +81,7 @@ class ModuleKind:
         adapter = _adapters.get(self.module)
         return "" if adapter is None else adapter.owed
 
-    def take_over(self, comm: GroupCommunicator, parameters: Parameters) -> None:
+    def take_over(self, comm: GroupCommunicator) -> None:
         tensors = [*self.module.parameters(), *self.module.buffers()]
         make_equal([self.local(each.detach()) for each in tensors], comm, self.group)
 

@@ -42,25 +42,26 @@ class Replicas(GroupCommunicator):
     """The ranks that hold the same shard, and `shards`, those of the same replica. Collective."""
 
     def __init__(self, grid: Grid, timeout: timedelta) -> None:
+        self._inside: list[GroupCommunicator] = []  # `shards`, once it is there
         try:
             super().__init__(grid.between, timeout)
         except Exception as error:
             refuse([grid.inside], error)
             raise
         try:
-            self.shards = GroupCommunicator(grid.inside, timeout)
+            self._inside.append(GroupCommunicator(grid.inside, timeout))
             # Who waits in one of them is no silent peer in the other.
             self.beside, self.shards.beside = [self.shards], [self]
-        except BaseException as error:
-            super().close(f"attach: {error}")
-            raise
-        try:
-            self.concur_on_place(grid)
+            self._check_places(grid)
         except BaseException as error:
             self.close(f"attach: {error}")
             raise
 
-    def concur_on_place(self, grid: Grid) -> None:
+    @property
+    def shards(self) -> GroupCommunicator:
+        return self._inside[0]
+
+    def _check_places(self, grid: Grid) -> None:
         """ValueError on all ranks unless each shard is held by one rank of every replica."""
         places = self._ask_all(f"shard {grid.shard} of {len(grid.inside.ranks)}")
         for by_shard in places:
@@ -92,22 +93,24 @@ class Replicas(GroupCommunicator):
             raise CommError(str(error)) from None
 
     def enter(self, call: str, step: int = 0) -> None:
-        if hasattr(self, "shards"):
-            self.shards.enter(call, step)
+        for part in self._inside:
+            part.enter(call, step)
         super().enter(call, step)
 
     def trim(self) -> None:
-        self.shards.trim()
+        for part in self._inside:
+            part.trim()
         super().trim()
 
     def close(self, word: str = "") -> None:
         super().close(word)
-        self.shards.close(word)
+        for part in self._inside:
+            part.close(word)
 
     def interrupt(self, why: str) -> None:
         super().interrupt(why)
-        if hasattr(self, "shards"):
-            self.shards.interrupt(why)
+        for part in self._inside:
+            part.interrupt(why)
 
 
 def group_of(replicas: object) -> dist.ProcessGroup:
