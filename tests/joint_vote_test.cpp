@@ -18,6 +18,8 @@
 namespace topreduce {
 namespace {
 
+using comm::at;
+
 constexpr int kReplicas = 3, kShards = 2, kRanks = kReplicas * kShards;
 
 /// Runs `body(rank, replicas, shards)` on a grid of threads; each destroys its communicators when
@@ -27,18 +29,18 @@ void run_grid(Body&& body) {
   std::vector<std::unique_ptr<Communicator>> replicas(kRanks), shards(kRanks);
   for (int s = 0; s < kShards; ++s) {
     auto group = comm::make_thread_group(kReplicas);
-    for (int r = 0; r < kReplicas; ++r) replicas[r * kShards + s] = std::move(group[r]);
+    for (int r = 0; r < kReplicas; ++r) replicas[at(r * kShards + s)] = std::move(group[at(r)]);
   }
   for (int r = 0; r < kReplicas; ++r) {
     auto group = comm::make_thread_group(kShards);
-    for (int s = 0; s < kShards; ++s) shards[r * kShards + s] = std::move(group[s]);
+    for (int s = 0; s < kShards; ++s) shards[at(r * kShards + s)] = std::move(group[at(s)]);
   }
   std::vector<std::thread> threads;
   for (int rank = 0; rank < kRanks; ++rank) {
     threads.emplace_back([&, rank] {
-      body(rank, *replicas[rank], *shards[rank]);
-      replicas[rank].reset();
-      shards[rank].reset();
+      body(rank, *replicas[at(rank)], *shards[at(rank)]);
+      replicas[at(rank)].reset();
+      shards[at(rank)].reset();
     });
   }
   for (std::thread& thread : threads) thread.join();

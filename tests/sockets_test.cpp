@@ -72,7 +72,7 @@ Bytes framed(const Bytes& content, std::uint32_t kind = 0) {
 }
 
 TEST_F(SocketsTest, FramesComeWhereverTheStreamIsCut) {
-  for (const std::size_t size : {0, 1, 5, 1000}) {
+  for (const std::size_t size : {0u, 1u, 5u, 1000u}) {
     const Bytes content = bytes_of(size, 7);
     Bytes stream = framed(content);
     append(stream, framed(content, 1));
