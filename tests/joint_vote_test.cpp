@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <limits>
+#include <cmath>
 #include <memory>
 #include <thread>
 
