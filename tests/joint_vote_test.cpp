@@ -4,8 +4,8 @@
 #include "topreduce/joint_vote.h"
 
 #include <atomic>
-#include <limits>
 #include <cmath>
+#include <limits>
 #include <memory>
 #include <thread>
 
