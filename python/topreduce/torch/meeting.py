@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from topreduce import CommError
-from topreduce.torch.roll_call import RollCall, explain
+from topreduce.torch.arrivals import Arrivals, explain
 
 T = TypeVar("T")
 
@@ -73,13 +73,13 @@ def _meet(group: Group, names: Sequence[int], timeout: timedelta) -> _Met:
     store, place = _next_place(group)
     # Who waited in vain may try again; until all have left it is one attempt.
     occasion = f"came, attempt {place.add('attempts', 0)}:"
-    roll_call = RollCall(place, rank, names, timeout, occasion)
-    roll_call.answer()
+    arrivals = Arrivals(place, rank, names, timeout, occasion)
+    arrivals.check_in()
     if place.add("here", 1) == ranks:
         place.set("outcome", "")
     _, failure = attempt(lambda: place.wait(["outcome"], timeout))
     if failure:
-        absent = roll_call.absent(0)
+        absent = arrivals.absent(0)
         left = place.add("here", -1)
         if left == 0:
             place.add("attempts", 1)

@@ -19,6 +19,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from topreduce import CommError, Communicator
 from topreduce.torch import connections
+from topreduce.torch.arrivals import Arrivals, explain
 from topreduce.torch.meeting import (
     STORE_PATIENCE,
     attempt,
@@ -27,7 +28,6 @@ from topreduce.torch.meeting import (
     sendable,
     with_patience,
 )
-from topreduce.torch.roll_call import RollCall, explain
 
 _FRAMES = 1 << 24  # bytes, about, of one frame from every peer
 _LEAST_FRAME, _LARGEST_FRAME = 1 << 14, 1 << 20
@@ -80,10 +80,10 @@ class GroupCommunicator(Communicator):
         self._gone: set[int] = set()  # peers of whom nothing more is heard
         self._store = meet(group, self._names, timeout)
         # After a time-out everyone is asked: who is missed here may be waiting elsewhere.
-        self._waiting: RollCall = (
-            group.everyone._waiting
+        self._arrivals: Arrivals = (
+            group.everyone._arrivals
             if isinstance(group, Circle) and group.everyone is not None
-            else RollCall(self._store, self.rank, self._names, timeout, "waited")
+            else Arrivals(self._store, self.rank, self._names, timeout, "waited")
         )
         if self.size > 1:
             self.connect(
@@ -130,13 +130,13 @@ class GroupCommunicator(Communicator):
         cause = legible(word)
         self._cause = self._cause or cause
         why = cause.removeprefix(f"rank {self._names[peer]} gave up: ")
-        roll_call = ""
+        absent_ranks = ""
         if _TIMED_OUT in cause:
-            with_patience(self._waiting.answer)
+            with_patience(self._arrivals.check_in)
             for circle in self.beside:
                 circle._tell(cause)
-            roll_call = self._roll_call()
-        self.lose(peer, f"gave up: {why}{roll_call}")
+            absent_ranks = self._absent_ranks()
+        self.lose(peer, f"gave up: {why}{absent_ranks}")
 
     def lost(self, peer: int, why: str) -> None:
         """A connection is gone. What the peer had to say may be in the store."""
@@ -201,17 +201,17 @@ class GroupCommunicator(Communicator):
         """Nothing came in time: peers that wait fail at once, and say that they were here."""
         waited = f"{_TIMED_OUT} waiting {self._timeout // timedelta(milliseconds=1)}ms"
         cause = f"rank {self._names[self.rank]} gave up: CommError: {waited}"
-        with_patience(self._waiting.answer)
+        with_patience(self._arrivals.check_in)
         for circle in (*self.beside, self):  # a silent peer may take its time
             circle._tell(cause)
-        roll_call = self._roll_call()
+        absent_ranks = self._absent_ranks()
         for peer in silent:
-            self.lose(peer, f"is silent: {waited}{roll_call}")
+            self.lose(peer, f"is silent: {waited}{absent_ranks}")
 
-    def _roll_call(self) -> str:
+    def _absent_ranks(self) -> str:
         """After a time-out: who did not come."""
-        patience = self._waiting.patience + STORE_PATIENCE
-        absent = with_patience(self._waiting.absent, patience)
+        patience = self._arrivals.patience + STORE_PATIENCE
+        absent = with_patience(self._arrivals.absent, patience)
         return f" ({explain(absent)})" if absent else ""
 
     def _tell(self, cause: str) -> None:

@@ -103,7 +103,7 @@ class Steps:
         self.broken = error.with_traceback(None)
         return self.broken
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Waits for the worker; drops a step whose backward pass the user's code cut short."""
         if is_in_backward():
             raise ValueError(
@@ -122,7 +122,7 @@ class Steps:
             step.over.wait()
 
     def stop(self) -> None:
-        self.settle()
+        self.wait_until_idle()
         self._stop()
         self._thread.join()
 

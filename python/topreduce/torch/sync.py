@@ -82,7 +82,7 @@ class Sync:
 
         Every rank must save its own. Keys hold the rank, so one checkpoint can hold all of them.
         """
-        self._steps.settle()
+        self._steps.wait_until_idle()
         return self._book.pack(self._reducer, self._comm)
 
     def empty_state(self, ranks: int) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Sync:
 
         Every rank must load before the next step, which raises on all of them if one has not.
         """
-        self._steps.settle()
+        self._steps.wait_until_idle()
         self._book.unpack(state, self._reducer, self._comm)
         self._steps.surroundings.debts_are_known()
 
@@ -112,7 +112,7 @@ class Sync:
         all ranks between the same steps. Another `attach` may follow.
         """
         if self._attached:
-            self._steps.settle()
+            self._steps.wait_until_idle()
             self._attached = False
             owes = self._reducer.step > 0 and self._reducer.state()["entries"]
             self._release("the model was attached before" if owes else "")
@@ -145,7 +145,7 @@ class Sync:
             raise ValueError(f"{action}: this handle is detached; use the one of the last attach")
         if self._steps.broken is not None:
             raise self._steps.broken.with_traceback(None)
-        self._steps.settle()
+        self._steps.wait_until_idle()
         self._comm.enter(call, self._reducer.step)
         try:
             self._comm.concur(f"{action} before step {self._reducer.step}")

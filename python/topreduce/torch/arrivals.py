@@ -10,7 +10,7 @@ _LONGEST = 10.0  # seconds for the others to answer, once the connections are cl
 _PAUSE = 0.02
 
 
-class RollCall:
+class Arrivals:
     """Of the ranks of one group; `names`: as users know them."""
 
     def __init__(
@@ -19,17 +19,17 @@ class RollCall:
         self._store, self._names, self._occasion = store, names, occasion
         self._key = f"{occasion} {rank}"
         self.patience = min(_LONGEST, timeout.total_seconds())
-        self._answered: float | None = None  # when this rank did
+        self._checked_in: float | None = None  # when this rank did
 
-    def answer(self) -> None:
+    def check_in(self) -> None:
         """This rank is here."""
-        if self._answered is None:
-            self._answered = time.monotonic()
+        if self._checked_in is None:
+            self._checked_in = time.monotonic()
         self._store.set(self._key, "")
 
     def absent(self, patience: float | None = None) -> list[int]:
         """The names of those that do not answer in time, which runs from this rank's answer."""
-        started = time.monotonic() if self._answered is None else self._answered
+        started = time.monotonic() if self._checked_in is None else self._checked_in
         deadline = started + (self.patience if patience is None else patience)
         while True:
             missing = [name for place, name in enumerate(self._names) if not self._is_here(place)]
