@@ -11,7 +11,9 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-FORKED = ["python/tests/ranks.py", "2"]  # as torchrun starts ranks, in a third of the time
+FORKED, FOUR = (
+    ["python/tests/ranks.py", ranks] for ranks in "24"
+)  # as torchrun starts ranks, in a third of the time
 
 
 def run(*command: str) -> str:
@@ -32,8 +34,8 @@ def run(*command: str) -> str:
     [
         ("torch_ddp", TORCHRUN, 19210),
         ("torch_module", [*FORKED, "torch"], 19210),
-        ("torch_fsdp", [*TORCHRUN[:3], "--nproc-per-node=4", "--standalone"], 19210),
-        ("lightning_fsdp", [*FORKED, "lightning"], 19210),
+        ("torch_fsdp", [*FOUR, "torch"], 19210),
+        ("lightning_fsdp", [*FOUR, "lightning"], 19210),
         ("accelerate_loop", [*FORKED, "accelerate"], 19210),
         ("lightning_strategy", [*FORKED, "lightning"], 19210),
         ("transformers_trainer", [*FORKED, "transformers"], 35658),
