@@ -145,6 +145,12 @@ TEST_F(SocketsTest, DrainNamesThoseThatTakeNothing) {
   EXPECT_EQ(sockets_->drain(20ms), std::vector<int>{1});
 }
 
+TEST_F(SocketsTest, DrainDoesNotWaitForThoseThatHaveClosed) {
+  sockets_->send(1, Kind::word, bytes_of(4'000'000, 3));
+  close_other();
+  EXPECT_TRUE(sockets_->drain(1h).empty());
+}
+
 TEST_F(SocketsTest, AWaitEndsByAFrameOrAWakeUp) {
   std::thread waker([&] { sockets_->wake(); });
   sockets_->wait(60s);

@@ -239,20 +239,22 @@ std::vector<int> Sockets::drain(std::chrono::milliseconds most) {
     bool queued = false;
     for (std::size_t i = 0; i < peers_.size(); ++i) {
       Peer& peer = peers_[i];
+      polled_[i] = {-1, 0, 0};
       if (peer.socket < 0 || !peer.writes) continue;
       flush(peer);
       int unacknowledged = 0;
       const bool known = ioctl(peer.socket, TIOCOUTQ, &unacknowledged) == 0;
+      if (peer.queue.empty() && (!known || unacknowledged == 0)) continue;
       queued = queued || !peer.queue.empty();
-      if (!peer.queue.empty() || (known && unacknowledged > 0))
-        missing.push_back(static_cast<int>(i));
+      polled_[i] = {peer.socket, static_cast<short>(peer.queue.empty() ? 0 : POLLOUT), 0};
+      missing.push_back(static_cast<int>(i));
     }
     if (missing.empty() || std::chrono::steady_clock::now() >= end) return missing;
-    for (std::size_t i = 0; i < peers_.size(); ++i) {
-      polled_[i] = {peers_[i].queue.empty() ? -1 : peers_[i].socket, POLLOUT, 0};
-    }
-    // Nothing tells when the last bytes are acknowledged.
+    // Nothing tells when the last bytes are acknowledged; but that a peer is gone.
     static_cast<void>(poll(polled_.data(), peers_.size(), queued ? 10 : 1));
+    for (const int rank : missing) {
+      if ((polled_[at(rank)].revents & (POLLERR | POLLHUP)) != 0) peers_[at(rank)].writes = false;
+    }
   }
 }
 
