@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -82,11 +82,18 @@ class _Pass:
         self.learns = learns  # how often, and in which order, parameters are called
         self.buckets: list[_Bucket] = []
         self.taken: dict[int, Tensor] = {}  # by the worker, in fp32
-        self.lent: set[int] = set()  # of these: DDP's buckets hold zeros in their place
+        self.lent: dict[int, Tensor] = {}  # that their parameters are without; in buckets are zeros
+        self._owners: list[tuple[Tensor, Tensor]] = []  # of these: parameters and gradients
         self._device = device
 
     def queued(self) -> contextlib.AbstractContextManager[None]:
         return self.buckets[-1].queued()
+
+    def find_owners(self, numbers: Iterable[int], parameters: Iterable[Tensor]) -> None:
+        """Of gradients that are lent."""
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if number in self.lent:
+                self._owners.append((parameter, self.lent[number]))
 
     def give_back(self) -> None:
         for bucket in self.buckets:
@@ -95,7 +102,11 @@ class _Pass:
     def complete(self, error: Exception | None) -> None:
         if self._device is not None:
             self._device.release()
-        self.taken.clear()  # DDP makes new gradients for those that we kept
+        for parameter, gradient in self._owners:
+            parameter.grad = gradient  # DDP writes the mean into it
+        self._owners.clear()
+        self.lent.clear()
+        self.taken.clear()
         for bucket in self.buckets:
             bucket.complete(error)
         self.buckets.clear()
@@ -223,7 +234,7 @@ class DDPAdapter:
                 float32 = current.taken[number] = flat.float()
                 gradients.append((number, float32.numpy(), largest(gradient.dtype)))
                 if ours:
-                    current.lent.add(number)
+                    current.lent[number] = gradient
             self._reducer.add_many(gradients, ours)
 
     def _add(self, current: _Pass, bucket: _Bucket) -> None:
@@ -240,6 +251,7 @@ class DDPAdapter:
             return
         if current.learns:
             return
+        current.find_owners(numbers, bucket.parameters)
         ends = itertools.accumulate(bucket.sizes)
         places = zip(numbers, bucket.sizes, ends, strict=True)
         for early, run in itertools.groupby(places, lambda place: place[0] in current.taken):
