@@ -155,10 +155,8 @@ void Communicator::wait_for_any(std::uint64_t known) {
   if (mailbox_->version() != known) return;
   mailbox_->check(rank_);  // what is expected since may be expected of one that is lost
   if (!receive_frames()) return mailbox_->wait(known);
-  for (const Backoff backoff(spin());;) {
+  for (const Backoff backoff(spin()); mailbox_->version() == known; receive_frames()) {
     pause(backoff);
-    receive_frames();
-    if (mailbox_->version() != known) return;
     still_waiting(backoff.waited());
   }
 }
