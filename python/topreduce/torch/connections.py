@@ -33,6 +33,18 @@ _ADVICE = f"set {_INTERFACE} to the network interface that reaches the other mac
 
 def connect(store: Store, rank: int, ranks: int, names: list[int], timeout: timedelta) -> list[int]:
     """File descriptors by rank, -1 for this one, which the caller owns. Collective."""
+    try:
+        return _connect(store, rank, ranks, names, timeout)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise CommError(
+            f"rank {names[rank]}: a peer left while the ranks connected: {why}"
+        ) from None
+
+
+def _connect(
+    store: Store, rank: int, ranks: int, names: list[int], timeout: timedelta
+) -> list[int]:
     deadline = time.monotonic() + timeout.total_seconds()
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listen(ranks))
