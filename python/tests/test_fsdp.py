@@ -229,7 +229,7 @@ def alone(model: FSDPModule, step: int) -> dict[str, Tensor]:
 
 def forget(model: FSDPModule) -> None:
     """What was only computed to compare with it was not used."""
-    _adapters[model]._taker.forget_use()
+    _adapters[model].taker.forget_use()
 
 
 def keep_the_laws(rank: Rank, settings: dict[str, Any]) -> None:

@@ -122,6 +122,20 @@ def group_of(replicas: object) -> dist.ProcessGroup:
                 "mesh['replicate']"
             )
         group: dist.ProcessGroup = replicas.get_group()
+def check_mesh(replicas: object, grid: Grid) -> None:
+    """ValueError if ranks beside those of the grid may hold the same shards."""
+    if not isinstance(replicas, DeviceMesh):
+        return
+    whole = replicas._get_root_mesh()
+    if whole.size() > grid.between.size() * grid.inside.size():
+        raise ValueError(
+            f"replicas is one dimension of a mesh ({', '.join(whole.mesh_dim_names or ())}) with "
+            "more ranks than replicas and shards. Where those hold the same shards, as with tensor "
+            "parallelism, they would drift apart. If they hold none in common, as pipeline stages "
+            "do, attach with replicas=mesh.get_group('replicate')"
+        )
+
+
         return group
     if isinstance(replicas, dist.ProcessGroup):
         return replicas
