@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from topreduce.torch.eligibility import check_sparse
@@ -84,11 +83,15 @@ def as_gradient(parameter: torch.nn.Parameter, local: Tensor) -> Tensor:
     return whole
 
 
+def reshard(root: torch.nn.Module) -> None:
+    """A forward pass without gradients leaves the parameters of the root whole."""
+    for module in root.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            module.reshard()  # type: ignore[operator]
+
+
 def shard_mesh(root: torch.nn.Module) -> DeviceMesh:
     """The one mesh of all parameters; ValueError if there are others, or other ways to cut them."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # a forward pass without gradients leaves the root whole
     found: DeviceMesh | None = None
     for name, parameter in root.named_parameters():
         if not isinstance(parameter, DTensor):

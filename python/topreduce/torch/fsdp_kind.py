@@ -7,7 +7,7 @@ import torch
 
 from topreduce import Layout, Reducer
 from topreduce.torch.checkpoint import Book
-from topreduce.torch.fsdp import FSDPShards, check_shards, shard_mesh
+from topreduce.torch.fsdp import FSDPShards, check_shards, reshard, shard_mesh
 from topreduce.torch.kinds import Parameters
 from topreduce.torch.meeting import Group
 from topreduce.torch.module_kind import ModuleKind
@@ -22,6 +22,7 @@ class FSDPKind(ModuleKind):
     def __init__(self, root: torch.nn.Module, replicas: object) -> None:
         """`replicas`: as attach() was given it."""
         super().__init__(root, group_of(replicas))
+        reshard(root)
         self._mesh = shard_mesh(root)
         self.grid = Grid(self.group, self._mesh.get_group())
         check_mesh(replicas, self.grid)
