@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from topreduce.torch.meeting import Ranks
 from topreduce.torch.process_group import GroupCommunicator
+from topreduce.torch.transfer import give
 
 
 def make_equal(
-    tensors: Sequence[Tensor], comm: GroupCommunicator, group: dist.ProcessGroup
+    tensors: Sequence[Tensor], comm: GroupCommunicator, group: dist.ProcessGroup | Ranks
 ) -> None:
     """Those of the first rank of `group`, on all of them; sent only where they differ. Collective.
 
@@ -19,9 +21,13 @@ def make_equal(
     """
     words = comm.ask(" ".join(map(_fingerprint, tensors)))
     by_tensor = zip(*(word.split() for word in words), strict=True)
-    first = dist.get_global_rank(group, 0)
-    for tensor, fingerprints in zip(tensors, by_tensor, strict=True):
-        if len(set(fingerprints)) > 1:
+    pairs = zip(tensors, by_tensor, strict=True)
+    different = [tensor for tensor, fingerprints in pairs if len(set(fingerprints)) > 1]
+    if isinstance(group, Ranks):
+        give(comm, 0, range(1, comm.size), different)
+    else:
+        first = dist.get_global_rank(group, 0)
+        for tensor in different:
             whole = tensor.contiguous()
             dist.broadcast(whole, first, group=group)
             tensor.copy_(whole)
