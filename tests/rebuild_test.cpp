@@ -289,6 +289,35 @@ TEST_F(RebuildOf, RanksThatLeaveParametersUnused) {
   }
 }
 
+// The one that tells of the last vote has joined since then, and heard of it itself.
+TEST_F(RebuildOf, ALateRankThatComesLater) {
+  const Cut cut = three_buckets(layout_);
+  const std::size_t unused[] = {2};
+  const std::vector<Participation> says(3, {.unused = unused});
+  Cluster cluster(3, layout_, "topk:density=0.2"), spared(3, layout_, "topk:density=0.2");
+  const auto given = gradients_of(3, 0, [&](int r, int t) { return heavy_tailed(r, t, layout_); });
+  const auto outcomes = cluster.step(
+      given, cut, 1,
+      [&](Communicator& comm) -> std::unique_ptr<Communicator> {
+        return comm.rank() == 2 ? std::make_unique<DiesInVote>(comm, 3) : nullptr;
+      },
+      says);
+  const auto want = spared.step(given, cut, 1, {}, says);
+  const bool first_is_late = outcomes[0].failed();
+  ASSERT_NE(first_is_late, outcomes[1].failed());
+  Reducer& ahead = cluster[first_is_late ? 1 : 0];
+  Reducer& behind = cluster[first_is_late ? 0 : 1];
+  const std::size_t late = first_is_late ? 0 : 1;
+  Reducer newcomer(layout_, cluster[0].spec());
+  std::vector<Reducer*> two = {&newcomer, &ahead}, three = {&newcomer, &ahead, &behind};
+  EXPECT_EQ(rebuild(two)[0].plan.leader, 1);
+  const auto rebuilt = rebuild(three);
+  EXPECT_EQ(rebuilt[0].plan.roles, (std::vector{Role::on_time, Role::on_time, Role::late}));
+  EXPECT_EQ(rebuilt[0].plan.leader, 0);
+  EXPECT_TRUE(same_bits(behind.owed(), want[late].owed));
+  EXPECT_EQ(behind.step(), 1u);
+}
+
 TEST_F(RebuildOf, RanksWithOtherSettingsIsRefused) {
   Reducer one(layout_, "topk:density=0.05"), other(layout_, "topk:density=0.1");
   run_ranks(2, [&](Communicator& comm) {

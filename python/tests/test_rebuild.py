@@ -23,6 +23,7 @@ USUAL: dict[str, Any] = {"method": "topk", "density": 0.01}
 
 
 def members(ranks: list[int]) -> dist.ProcessGroup:
+    """Of ranks that are left; once for these ranks, since torch names such a group after them."""
     return dist.new_group(ranks, use_local_synchronization=True)
 
 
@@ -94,9 +95,9 @@ def test_a_rank_that_missed_the_last_commit_follows() -> None:
 
 
 def join(rank: Rank, kind: str) -> Any:
-    """Ranks 0 to 2 train; rank 3, with another model, joins them and stands first."""
+    """Ranks 0 to 2 train; rank 3, with another model, joins them."""
     newcomer = rank.rank == 3
-    mine = members([3] if newcomer else [0, 1, 2])
+    mine = [dist.new_group([0, 1, 2]), dist.new_group([3])][newcomer]
     model = GPT()
     if newcomer:
         with torch.no_grad():
@@ -124,8 +125,8 @@ def join(rank: Rank, kind: str) -> Any:
         sums = owed(sync).double()
         dist.all_reduce(sums, group=mine)
         mean = sums / 3
-    everyone = dist.new_group([3, 0, 1, 2])
-    order = [0, 1, 2, 3]  # new_group sorts them
+    everyone = dist.group.WORLD
+    assert everyone is not None
     rebuilt = sync.rebuild(everyone, optimizer=[optimizer, scheduler])
     assert (rebuilt.joined, rebuilt.late, rebuilt.lost) == ([3], [], 0)
     assert rebuilt.scale == pytest.approx(4 / 3)
@@ -134,7 +135,7 @@ def join(rank: Rank, kind: str) -> Any:
     assert scheduler.last_epoch == 6
     if newcomer:
         assert not owed(sync).any()
-    after = rank_order_sum(owed(sync).double()) / len(order)
+    after = rank_order_sum(owed(sync).double()) / rank.ranks
     if not newcomer:
         assert torch.allclose(after, mean, rtol=1e-5, atol=1e-9)
     train(11)

@@ -171,11 +171,16 @@ std::span<const float> Reducer::Impl::rebuild(Communicator& communicator,
   communicator.enter({comm::Place::Kind::rebuild, roster.step});
   const Role role = roster.roles[comm::at(communicator.rank())];
   StepVote::Outcome outcome = last_vote;
-  if (roster.count(Role::late) > 0) {
+  if (roster.count(Role::on_time) < communicator.size()) {
     Bytes bytes(StepVote::Outcome::bytes_for(layout.count()));
     if (communicator.rank() == roster.leader) last_vote.store(bytes);
     communicator.broadcast(bytes, roster.leader);
     outcome.load(bytes);
+    if (roster.count(Role::late) > 0 && outcome.step + 1 != roster.step) {
+      throw WireError("rebuild: rank " + std::to_string(roster.leader) +
+                      " tells of the vote of step " + std::to_string(outcome.step) +
+                      ", but the last one was " + std::to_string(roster.step - 1));
+    }
   }
   LearntSaver learnt;
   if (roster.count(Role::joins) > 0) {
@@ -199,6 +204,7 @@ std::span<const float> Reducer::Impl::rebuild(Communicator& communicator,
   if (role == Role::joins) {
     LearntLoader load(learnt.bytes, StateVisitor::Purpose::load);
     visit(load);
+    last_vote = outcome;  // it may be asked next
   }
   if (!roster.same_ranks()) {
     // Regions and thresholds are for so many ranks. An estimate is a mean over other ranks.

@@ -1,15 +1,19 @@
 """The state of one rank from the files of a run, which may have had another number of ranks.
 
-A rank opens its own file, or those of the ranks that lie under it (resharding.py), and reads them
-tensor by tensor: it never holds more than its own state and one tensor.
+A rank opens its own file, or those of the ranks that lie under it (resharding.py), and of shards
+that hold a part of its own; it reads them tensor by tensor, and never holds more than its own state
+and one tensor.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from topreduce.torch.checkpoint import few
+from topreduce.torch.fsdp import Cut
 from topreduce.torch.resharding import blend, shares
 from topreduce.torch.state_files import Place, StateFile, complete_sets, find
 
@@ -36,28 +40,37 @@ def choose(words: list[str], folder: Path, step: int | None) -> int:
     )
 
 
-def read(folder: Path, place: Place, step: int, *, tensors: bool) -> dict[str, Any]:
-    """What `place` has to load. Without `tensors`: for a rank that owes nothing itself."""
+def read(
+    folder: Path,
+    place: Place,
+    step: int,
+    *,
+    tensors: bool,
+    cuts: Callable[[], Mapping[str, Cut]] = dict,
+) -> dict[str, Any]:
+    """What `place` has to load. Without `tensors`: for a rank that owes nothing itself. `cuts`: the
+    parts of whole tensors that it holds, by key, if it is a shard.
+    """
     files = find(folder)[step]
     if place in files:
         whole = StateFile(files[place])
         return {key: whole[key] for key in whole if tensors or whole.shape(key) is None}
     files = complete_sets(folder)[step]
     saved = next(iter(files))
-    if saved.shards != place.shards:
-        raise ValueError(
-            f"load: {folder} holds {saved.shards} shards of each replica, and this run has "
-            f"{place.shards}: use torch.distributed.checkpoint, which cuts state_dict() anew"
-        )
+    held = range(saved.shards)  # whose files hold parts of what is wanted
+    wanted: Mapping[str, Cut] = {}
+    if saved.shards == place.shards:
+        held = range(place.shard, place.shard + 1)
+    else:
+        wanted = cuts()
     parts: list[tuple[float, Mapping[str, Any]]] = []
     common: dict[str, Any] = {}
     for rank, share in shares(saved.ranks, place.rank, place.ranks):
-        state = StateFile(files[Place(rank, saved.ranks, place.shard, place.shards)])
-        part = _Part(state, f"rank{rank}/", tensors=tensors)
-        shared = {key: state[key] for key in state if key not in part.keys_in_file}
-        common = common or shared
+        states = [StateFile(files[Place(rank, saved.ranks, shard, saved.shards)]) for shard in held]
+        part = _Part(states, f"rank{rank}/", wanted, tensors=tensors)
+        common = common or part.common
         first = parts[0][1] if parts else part
-        if shared != common or set(part) != set(first) or part["step"] != first["step"]:
+        if part.common != common or set(part) != set(first) or part["step"] != first["step"]:
             raise ValueError(f"load: {folder} holds files of different runs for step {step}")
         parts.append((share, part))
     own = {f"rank{place.rank}/{key}": value for key, value in blend(parts).items()}
@@ -65,19 +78,37 @@ def read(folder: Path, place: Place, step: int, *, tensors: bool) -> dict[str, A
 
 
 class _Part(Mapping[str, Any]):
-    """What a file holds of its rank alone."""
+    """What the files of a rank, one or several shards, hold of it alone."""
 
-    def __init__(self, state: StateFile, prefix: str, *, tensors: bool) -> None:
-        self._state, self._prefix = state, prefix
-        self.keys_in_file = {key for key in state if key.startswith(prefix)}
-        self._keys = [
-            key.removeprefix(prefix)
-            for key in state
-            if key in self.keys_in_file and (tensors or state.shape(key) is None)
-        ]
+    def __init__(
+        self,
+        states: Sequence[StateFile],
+        prefix: str,
+        wanted: Mapping[str, Cut],
+        *,
+        tensors: bool,
+    ) -> None:
+        self._states, self._prefix, self._wanted = states, prefix, wanted
+        first = states[0]
+        own = {key for key in first if key.startswith(prefix)}
+        self.common = {key: first[key] for key in first if key not in own}
+        keys = [key for key in first if key in own and (tensors or first.shape(key) is None)]
+        self._keys = [key.removeprefix(prefix) for key in keys]
 
     def __getitem__(self, key: str) -> Any:
-        return self._state[self._prefix + key]
+        name = self._prefix + key
+        if key not in self._wanted or name not in self._states[0].cuts:
+            return self._states[0][name]
+        dimension, start, shape = self._wanted[key]
+        part = torch.zeros(shape)
+        for state in self._states:
+            _, begin = state.cuts[name]
+            length = (state.shape(name) or ())[dimension]
+            first, last = max(start, begin), min(start + shape[dimension], begin + length)
+            if first < last:
+                piece = state[name].narrow(dimension, first - begin, last - first)
+                part.narrow(dimension, first - start, last - first).copy_(piece)
+        return part
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)

@@ -13,8 +13,9 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,14 +75,21 @@ def complete_sets(folder: Path) -> dict[int, dict[Place, Path]]:
     return sets
 
 
-def save(folder: Path, place: Place, step: int, state: Mapping[str, Any]) -> Path:
-    """Writes a state, and removes those of before the last one.
+def save(
+    folder: Path,
+    place: Place,
+    step: int,
+    state: Mapping[str, Any],
+    cuts: Mapping[str, Sequence[int]] = MappingProxyType({}),
+) -> Path:
+    """Writes a state, and removes those of before the last one. `cuts`: of tensors that are parts
+    of larger ones, the dimension that is cut, and where in it they begin.
 
     When a rank saves, all others have left the step of its last save: that set is complete.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / place.file(step)
-    _write(file, state)
+    _write(file, state, cuts)
     steps = sorted(each for each, files in find(folder).items() if each < step and place in files)
     for each, files in find(folder).items():
         if steps and each < steps[-1]:
@@ -90,7 +98,7 @@ def save(folder: Path, place: Place, step: int, state: Mapping[str, Any]) -> Pat
     return file
 
 
-def _write(file: Path, state: Mapping[str, Any]) -> None:
+def _write(file: Path, state: Mapping[str, Any], cuts: Mapping[str, Sequence[int]]) -> None:
     tensors = {key: value.cpu() for key, value in state.items() if isinstance(value, torch.Tensor)}
     others = {key: value for key, value in state.items() if key not in tensors}
     head: dict[str, Any] = {}
@@ -109,6 +117,7 @@ def _write(file: Path, state: Mapping[str, Any]) -> None:
         "format": "pt",
         "topreduce": json.dumps(others),
         "xxh64": json.dumps(checksums),
+        "cuts": json.dumps(dict(cuts)),
     }
     head["__metadata__"]["head"] = _seal(head)
     words = json.dumps(head).encode()
@@ -164,6 +173,7 @@ class StateFile(Mapping[str, Any]):
         self._others: dict[str, Any] = json.loads(metadata["topreduce"])
         self._tensors: dict[str, Any] = head
         self._checksums: dict[str, str] = json.loads(metadata["xxh64"])
+        self.cuts: dict[str, list[int]] = json.loads(metadata["cuts"])  # as given to `save`
         self._start = _LENGTH.size + len(words)
         end = max((each["data_offsets"][1] for each in head.values()), default=0)
         if size != self._start + end:

@@ -8,12 +8,13 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import is_tensor
+from torch.nn import Module
 
 from topreduce import CommError, Reducer
 from topreduce.torch import checkpoint, report, restoring, state_files
-from topreduce.torch.fsdp import local_part
+from topreduce.torch.fsdp import Cut, cuts_of, local_part
 from topreduce.torch.kinds import Attached
-from topreduce.torch.meeting import Ranks
+from topreduce.torch.meeting import Ranks, refuse
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.rebuilding import Rebuilt, owners_of, rebuild
 from topreduce.torch.steps import Steps
@@ -109,17 +110,12 @@ class Sync:
         parameters, such as a scheduler and a GradScaler. If it raises CommError, since another rank
         is lost, call it again with the ranks that are left.
         """
-        module = self._module()
-        if self._regroup is None or module is None:
-            raise ValueError(
-                "rebuild() is for DistributedDataParallel and plain modules, without local_group "
-                "and without shards: start such a run anew, and load() what was saved"
-            )
-        if not self._attached:
-            raise ValueError("rebuild(): this handle is detached; use the one of the last attach")
-        if isinstance(group, Ranks) and not getattr(self._regroup, "takes_ranks", True):
-            raise ValueError("rebuild(): DistributedDataParallel needs a process group, not Ranks")
-        owners = owners_of(optimizer)
+        try:
+            module, regroup = self._rebuildable(group)
+            owners = owners_of(optimizer)
+        except Exception as error:
+            refuse([group], error)
+            raise
         self._steps.wait_until_idle()
         self._comm.close(f"rebuild() before step {self.step}; call it on all ranks")
         comm = None
@@ -134,9 +130,24 @@ class Sync:
             raise
         self._comm = comm
         self._steps.reconnect(comm)
-        self._regroup(group)
+        regroup(group)
         self._steps.surroundings.debts_are_known()
         return rebuilt
+
+    def _rebuildable(
+        self, group: object
+    ) -> tuple[Module, Callable[[dist.ProcessGroup | Ranks], None]]:
+        module = self._module()
+        if not self._attached:
+            raise ValueError("rebuild(): this handle is detached; use the one of the last attach")
+        if self._regroup is None or module is None:
+            raise ValueError(
+                "rebuild() is for DistributedDataParallel and plain modules, without local_group "
+                "and without shards: start such a run anew, and load() what was saved"
+            )
+        if isinstance(group, Ranks) and not getattr(self._regroup, "takes_ranks", True):
+            raise ValueError("rebuild(): DistributedDataParallel needs a process group, not Ranks")
+        return module, self._regroup
 
     def hold(self) -> AbstractContextManager[None]:
         """Around forward and backward passes whose gradients are only added up on this rank.
@@ -163,11 +174,10 @@ class Sync:
         self._steps.wait_until_idle()
         if not isinstance(self._reducer, Member):  # its delegate saves what is owed
             state = self._book.pack(self._reducer, self._comm)
-            local = {
-                key: local_part(each) if is_tensor(each) else each for key, each in state.items()
-            }
+            cuts = {key: cut[:2] for key, cut in cuts_of(state).items()}
+            local = {k: local_part(each) if is_tensor(each) else each for k, each in state.items()}
             place = self._book.place(self._comm)
-            state_files.save(Path(folder), place, self._reducer.step, local)
+            state_files.save(Path(folder), place, self._reducer.step, local, cuts)
 
     def load(self, folder: str | Path, step: int | None = None) -> int:
         """Goes on where the ranks called `save`: from the last step of which all files are there,
@@ -185,7 +195,9 @@ class Sync:
             words = self._comm.ask_everyone(json.dumps(restoring.loadable(folder, place)))
             chosen = restoring.choose(words, folder, step)
             owes = not isinstance(self._reducer, Member)
-            state = self._all(lambda: restoring.read(folder, place, chosen, tensors=owes))
+            state = self._all(
+                lambda: restoring.read(folder, place, chosen, tensors=owes, cuts=self._cuts)
+            )
             self._all(lambda: self._book.unpack(state, self._reducer, self._comm))
         except ValueError:
             raise
@@ -193,6 +205,12 @@ class Sync:
             raise self._steps.fail(error) from None
         self._steps.surroundings.debts_are_known()
         return chosen
+
+    def _cuts(self) -> dict[str, Cut]:
+        """What this rank holds of tensors that are sharded."""
+        prefix = f"rank{self._comm.ledger}/"
+        state = self._book.pack(self._reducer, self._comm)
+        return {key.removeprefix(prefix): cut for key, cut in cuts_of(state).items()}
 
     def _all(self, action: Callable[[], T]) -> T:
         """Its result, if it succeeds on all ranks; else ValueError on all of them."""
