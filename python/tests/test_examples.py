@@ -8,17 +8,40 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import scripts
 
 from topreduce.torch.state_files import Place, StateFile
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-FORKED, FOUR = (
-    ["python/tests/ranks.py", ranks] for ranks in "24"
-)  # as torchrun starts ranks, in a third of the time
+EXAMPLES = {
+    "torch_module": (2, 19210),
+    "torch_fsdp": (4, 19210),
+    "lightning_fsdp": (4, 19210),
+    "accelerate_loop": (2, 19210),
+    "lightning_strategy": (2, 19210),
+    "transformers_trainer": (2, 35658),
+}
 
 
-def run(*command: str) -> str:
+def run(ranks: int, script: str, *options: str) -> str:
+    """As torchrun runs it, in a fraction of the time."""
+    outcomes = scripts("torch", "lightning", "accelerate", "transformers").run(
+        ranks, str(ROOT / script), *options
+    )
+    assert all(each.code == 0 for each in outcomes), outcomes
+    return "".join(each.output for each in outcomes)
+
+
+def check_traffic(output: str, parameters: int) -> None:
+    found = re.findall(r"(\d+) entries, (\d+) bytes", output)
+    assert found, output
+    entries, sent = map(int, found[-1])
+    assert 0.002 * parameters < entries < 0.03 * parameters
+    assert entries < sent < parameters
+
+
+def run_alone(*command: str) -> str:
+    """A program that starts its ranks itself."""
     ended = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
@@ -31,29 +54,19 @@ def run(*command: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.parametrize(
-    ("name", "launcher", "parameters"),
-    [
-        ("torch_ddp", TORCHRUN, 19210),
-        ("torch_module", [*FORKED, "torch"], 19210),
-        ("torch_fsdp", [*FOUR, "torch"], 19210),
-        ("lightning_fsdp", [*FOUR, "lightning"], 19210),
-        ("accelerate_loop", [*FORKED, "accelerate"], 19210),
-        ("lightning_strategy", [*FORKED, "lightning"], 19210),
-        ("transformers_trainer", [*FORKED, "transformers"], 35658),
-    ],
-)
-def test_only_what_matters_travels(name: str, launcher: list[str], parameters: int) -> None:
-    output = run(*launcher, f"examples/{name}.py")
-    found = re.findall(r"(\d+) entries, (\d+) bytes", output)
-    assert found, output
-    entries, sent = map(int, found[-1])
-    assert 0.002 * parameters < entries < 0.03 * parameters
-    assert entries < sent < parameters
+def test_torchrun_itself() -> None:
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    check_traffic(run_alone(*torchrun, "examples/torch_ddp.py"), 19210)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_only_what_matters_travels(name: str) -> None:
+    ranks, parameters = EXAMPLES[name]
+    check_traffic(run(ranks, f"examples/{name}.py"), parameters)
 
 
 def test_every_rank_keeps_what_it_owes_beside_lightnings_checkpoints(tmp_path: Path) -> None:
-    run(*FORKED, "lightning", "python/tests/lightning_resume.py", str(tmp_path))
+    run(2, "python/tests/lightning_resume.py", str(tmp_path))
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     for seen in ranks:
         assert seen["start"] == 0
@@ -69,7 +82,7 @@ def test_every_rank_keeps_what_it_owes_beside_lightnings_checkpoints(tmp_path: P
 
 
 def test_the_trainer_resumes_what_each_rank_owes(tmp_path: Path) -> None:
-    run(*FORKED, "transformers", "python/tests/transformers_resume.py", str(tmp_path))
+    run(2, "python/tests/transformers_resume.py", str(tmp_path))
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     for seen in ranks:
         assert seen["start"] == 0
@@ -80,7 +93,7 @@ def test_the_trainer_resumes_what_each_rank_owes(tmp_path: Path) -> None:
 
 
 def test_a_run_survives_a_rank_that_is_killed_and_takes_a_new_one() -> None:
-    output = run("examples/torch_survive.py")
+    output = run_alone("examples/torch_survive.py")
     assert "3 ranks go on from step" in output
     assert re.search(r"3 ranks .*, 0 joined, 1 lost \(they owed about", output)
     assert re.search(r"4 ranks go on from step \d+: \d were late, 1 joined", output)
@@ -89,7 +102,7 @@ def test_a_run_survives_a_rank_that_is_killed_and_takes_a_new_one() -> None:
 
 def test_a_quorum_of_torchft_loses_a_replica_and_gets_it_back() -> None:
     pytest.importorskip("torchft")
-    output = run("examples/torchft_quorum.py")
+    output = run_alone("examples/torchft_quorum.py")
     assert re.search(r"is killed\n(?:step.*\n)*2 replicas go on from step", output)
     assert re.search(r"started again\n(?:step.*\n)*3 replicas go on from step", output)
     assert "have the same parameters" in output

@@ -1,7 +1,8 @@
 """The same weights on all ranks before the first step, as DistributedDataParallel sees to it."""
 
+import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,16 +14,26 @@ from topreduce.torch.transfer import give
 
 
 def make_equal(
-    tensors: Sequence[Tensor], comm: GroupCommunicator, group: dist.ProcessGroup | Ranks
+    tensors: Mapping[str, Tensor], comm: GroupCommunicator, group: dist.ProcessGroup | Ranks
 ) -> None:
     """Those of the first rank of `group`, on all of them; sent only where they differ. Collective.
 
-    `comm` has the same ranks.
+    `comm` has the same ranks. ValueError, on all of them, if their tensors are not of a kind.
     """
-    words = comm.ask(" ".join(map(_fingerprint, tensors)))
-    by_tensor = zip(*(word.split() for word in words), strict=True)
-    pairs = zip(tensors, by_tensor, strict=True)
-    different = [tensor for tensor, fingerprints in pairs if len(set(fingerprints)) > 1]
+    own = [(name, _kind(each), _fingerprint(each)) for name, each in tensors.items()]
+    everyone = [json.loads(word) for word in comm.ask(json.dumps(own))]
+    described = [[f"{name} {kind}" for name, kind, _ in each] for each in everyone]
+    ranks = range(comm.size)
+    named = ranks if isinstance(group, Ranks) else dist.get_process_group_ranks(group)
+    difference = _difference(described, named)
+    comm.concur(difference or "alike")
+    if difference:
+        raise ValueError(difference)
+    different = [
+        tensor
+        for number, tensor in enumerate(tensors.values())
+        if len({each[number][2] for each in everyone}) > 1
+    ]
     if isinstance(group, Ranks):
         give(comm, 0, range(1, comm.size), different)
     else:
@@ -31,6 +42,22 @@ def make_equal(
             whole = tensor.contiguous()
             dist.broadcast(whole, first, group=group)
             tensor.copy_(whole)
+
+
+def _difference(everyone: list[list[str]], ranks: Sequence[int]) -> str:
+    for rank, other in zip(ranks, everyone, strict=True):
+        if other != everyone[0]:
+            for mine, theirs in zip([*everyone[0], "none"], [*other, "none"], strict=False):
+                if mine != theirs:
+                    return (
+                        "frozen parameters and buffers must be the same on all ranks, as trained "
+                        f"ones: where rank {ranks[0]} has {mine}, rank {rank} has {theirs}"
+                    )
+    return ""
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
 
 
 def _fingerprint(tensor: Tensor) -> str:
