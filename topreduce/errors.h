@@ -20,7 +20,8 @@ class TOPREDUCE_API WireError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// The ranks no longer hold the same model, or would apply different means: the step did not happen.
+/// The ranks no longer hold the same model, or would apply different means: the step did not
+/// happen.
 class TOPREDUCE_API DriftError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

@@ -326,7 +326,8 @@ void Mailbox::check(int rank) const {
   for (std::size_t r = 0; r < peers_.size(); ++r) {
     const Peer& peer = peers_[r];
     if (r == at(rank) || !peer.lost || !waits_for(peer)) continue;
-    const std::string text = title(rank) + ", " + to_string(place_) + ": rank " + name(static_cast<int>(r)) + " ";
+    const std::string text =
+        title(rank) + ", " + to_string(place_) + ": rank " + name(static_cast<int>(r)) + " ";
     if (peer.loss == Loss::damaged) throw WireError(text + "sent " + peer.why);
     throw CommError(text + peer.why);
   }

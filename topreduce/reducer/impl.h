@@ -11,6 +11,7 @@
 // are.
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -133,7 +134,7 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   exchange::Workspace workspace;
   StepVote vote;
   JointVote joint;
-  std::function<bool()> allows;  // asked before a commit; empty: nobody
+  std::function<bool()> allows;                  // asked before a commit; empty: nobody
   bool sound = true;                             // all that this rank brought so far is finite
   std::optional<std::uint64_t> parameters_seen;  // a fingerprint, if they are compared
   // What the caller handed over of a parameter.
