@@ -246,6 +246,8 @@ class Cluster {
       outcome.error = error.what();
     } catch (const WireError& error) {
       outcome.error = error.what();
+    } catch (const DriftError& error) {
+      outcome.error = error.what();
     }
     outcome.traffic = comm.traffic();
 

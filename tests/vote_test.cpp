@@ -91,8 +91,10 @@ void expect_all_told(int ranks, const char* word, BallotOf&& ballot_of) {
 TEST(StepVote, DifferencesAreToldToAll) {
   for (const int ranks : kSizes) {
     if (ranks == 1) continue;
-    expect_all_told(ranks, "different sums",
-                    [](bool odd) { return StepVote::Ballot{.sums = odd ? 8u : 9u}; });
+    hold_votes(
+        ranks, ranks,
+        [](int rank, int which) { return StepVote::Ballot{.alike = rank == which ? 8u : 9u}; },
+        [&](const StepVote& vote, int) { EXPECT_FALSE(vote.alike()); });
     expect_all_told(ranks, "loss scales", [](bool odd) {
       return StepVote::Ballot{.loss_scale = odd ? 2.0f : 4.0f, .one_scale = true};
     });

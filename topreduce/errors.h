@@ -4,7 +4,7 @@
 
 #include "topreduce/api.h"
 
-// A caller's mistake is std::invalid_argument (ValueError in Python). The two below are not.
+// A caller's mistake is std::invalid_argument (ValueError in Python). Those below are not.
 
 namespace topreduce {
 
@@ -16,6 +16,13 @@ class TOPREDUCE_API CommError : public std::runtime_error {
 
 /// A peer's message could not be trusted: damaged, foreign, or out of step.
 class TOPREDUCE_API WireError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// The ranks no longer hold the same model, or would apply different means: the step did not
+/// happen.
+class TOPREDUCE_API DriftError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };

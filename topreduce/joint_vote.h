@@ -15,6 +15,7 @@ class JointVote {
  public:
   /// The ranks that hold the other parts; null: there are none.
   void join(Communicator* others) { others_ = others; }
+  bool any() const { return others_ != nullptr; }
 
   /// A step starts.
   void enter(std::uint64_t step);

@@ -31,6 +31,11 @@ void Reducer::commit_with(Communicator* others) {
   impl_->joint.join(others);
 }
 
+void Reducer::commit_if(std::function<bool()> allows) {
+  impl_->expect_closed("commit_if");
+  impl_->allows = std::move(allows);
+}
+
 void Reducer::begin(Communicator& comm, float loss_scale) {
   const FloatMode mode;
   impl_->expect_closed("begin");
@@ -124,6 +129,11 @@ void Reducer::participate(const Participation& participation) {
   impl_->participate(participation);
 }
 
+void Reducer::verify(std::uint64_t fingerprint) {
+  if (impl_->comm == nullptr) throw std::invalid_argument("verify: no step is open");
+  impl_->parameters_seen = fingerprint;
+}
+
 const StepStats& Reducer::finish() {
   const FloatMode mode;
   try {
@@ -148,6 +158,17 @@ const StepStats& Reducer::average(Communicator& comm, std::span<float> gradient)
 
 void Reducer::abandon() noexcept {
   impl_->abandon();
+}
+
+RebuildPlan Reducer::plan_rebuild(Communicator& comm) {
+  impl_->expect_closed("plan_rebuild");
+  return impl_->plan_rebuild(comm);
+}
+
+std::span<const float> Reducer::rebuild(Communicator& comm, const RebuildPlan& plan) {
+  const FloatMode mode;
+  impl_->expect_closed("rebuild");
+  return impl_->rebuild(comm, plan);
 }
 
 void Reducer::skip_to(std::uint64_t step) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <limits>
 #include <memory>
 #include <span>
@@ -10,6 +11,7 @@
 #include "topreduce/comm/communicator.h"
 #include "topreduce/layout.h"
 #include "topreduce/participation.h"
+#include "topreduce/rebuild.h"
 #include "topreduce/spec.h"
 #include "topreduce/state.h"
 #include "topreduce/stats.h"
@@ -55,6 +57,12 @@ class TOPREDUCE_API Reducer {
   /// step is open.
   void commit_with(Communicator* others);
 
+  /// From now on `allows` is asked on this rank before a step is committed, when all ranks have
+  /// voted for it. If it says no, `finish` throws CommError and nothing has changed here; other
+  /// ranks may have committed, so this one must not go on without `rebuild`. Empty: nobody is
+  /// asked.
+  void commit_if(std::function<bool()> allows);
+
   /// Opens a step. `loss_scale`: gradients come multiplied by it, and so does the mean; what is
   /// owed is kept without it. 0 on a rank that does not know it, because it has run out of data,
   /// and takes that of the others. Where `most` of `add` matters it must be the same on all ranks.
@@ -96,6 +104,11 @@ class TOPREDUCE_API Reducer {
   /// be called again for further parameters.
   void participate(const Participation& participation);
 
+  /// Has the open step compare over the ranks, before anything is committed, the sums that everyone
+  /// applies and a `fingerprint` of the caller's parameters, which all ranks must hold alike:
+  /// `finish` throws DriftError on every rank, with those that differ. All ranks in the same steps.
+  void verify(std::uint64_t fingerprint);
+
   /// Votes, commits, and replaces every gradient with the mean over the ranks. If any rank had an
   /// infinity or NaN, or gradients so large (2^90 / ranks) that sums might become one, nothing is
   /// committed and every gradient becomes NaN, on all ranks. So it is if a mean exceeds its `most`
@@ -115,6 +128,19 @@ class TOPREDUCE_API Reducer {
 
   /// Drops an open step, as an exception does.
   void abandon() noexcept;
+
+  /// After a CommError, or when ranks come or go: what the ranks of a new group have to do to go on
+  /// together. Changes nothing. Collective over the new ranks; std::invalid_argument on all of them
+  /// if they differ in model or settings. Then those of a rank that is on time give the caller's
+  /// parameters to those that are not, and all call `rebuild`.
+  RebuildPlan plan_rebuild(Communicator& comm);
+
+  /// Carries it out. A rank that is late commits the step that others have, with the sums that it
+  /// has itself; one that joins takes over what the leader has learnt, and owes nothing. What the
+  /// others owe is scaled so that its mean over the ranks stays. If it throws, nothing has changed:
+  /// make another plan, with the ranks that are left. Returns the mean of that step on a rank that
+  /// was late, in layout order, until the next `begin`. Collective.
+  std::span<const float> rebuild(Communicator& comm, const RebuildPlan& plan);
 
   /// Goes on as if `step` were next; what is owed stays. For ranks for which others make the steps.
   void skip_to(std::uint64_t step);

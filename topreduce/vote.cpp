@@ -18,6 +18,7 @@ namespace {
 
 constexpr std::uint32_t kVote = 0xfffffffe;  // the exchange that its messages belong to
 constexpr int kRadix = 8;
+constexpr std::size_t kOutcomeHead = 16;  // bytes
 
 constexpr std::uint32_t kNotFinite = 1, kAsks = 2;    // in a word
 constexpr std::byte kJoined{1}, kDivideByPresent{2};  // in a participation
@@ -27,7 +28,7 @@ struct Word {
   std::uint32_t flags = 0;
   float least_scale = std::numeric_limits<float>::infinity();
   float largest_scale = 0;
-  std::uint32_t least_sums = 0, largest_sums = 0;
+  std::uint32_t least_alike = 0, largest_alike = 0;
 
   static constexpr std::size_t kBytes = 20;
 
@@ -35,16 +36,16 @@ struct Word {
     flags |= other.flags;
     least_scale = std::min(least_scale, other.least_scale);
     largest_scale = std::max(largest_scale, other.largest_scale);
-    least_sums = std::min(least_sums, other.least_sums);
-    largest_sums = std::max(largest_sums, other.largest_sums);
+    least_alike = std::min(least_alike, other.least_alike);
+    largest_alike = std::max(largest_alike, other.largest_alike);
   }
   std::array<std::byte, kBytes> pack() const {
     std::array<std::byte, kBytes> bytes;
     wire::store(bytes.data(), flags);
     wire::store(bytes.data() + 4, std::bit_cast<std::uint32_t>(least_scale));
     wire::store(bytes.data() + 8, std::bit_cast<std::uint32_t>(largest_scale));
-    wire::store(bytes.data() + 12, least_sums);
-    wire::store(bytes.data() + 16, largest_sums);
+    wire::store(bytes.data() + 12, least_alike);
+    wire::store(bytes.data() + 16, largest_alike);
     return bytes;
   }
   static Word unpack(std::span<const std::byte> bytes) {
@@ -53,8 +54,8 @@ struct Word {
     word.flags = wire::load<std::uint32_t>(bytes.data());
     word.least_scale = std::bit_cast<float>(wire::load<std::uint32_t>(bytes.data() + 4));
     word.largest_scale = std::bit_cast<float>(wire::load<std::uint32_t>(bytes.data() + 8));
-    word.least_sums = wire::load<std::uint32_t>(bytes.data() + 12);
-    word.largest_sums = wire::load<std::uint32_t>(bytes.data() + 16);
+    word.least_alike = wire::load<std::uint32_t>(bytes.data() + 12);
+    word.largest_alike = wire::load<std::uint32_t>(bytes.data() + 16);
     if (!(word.least_scale > 0) || !(word.largest_scale >= 0)) {
       throw WireError("vote: a loss scale is not a positive number");
     }
@@ -97,7 +98,7 @@ std::uint64_t StepVote::hold(const Ballot& ballot, Communicator& comm) {
   Word word;
   word.flags = (ballot.finite ? 0 : kNotFinite) | (asks_ ? kAsks : 0);
   if (ballot.loss_scale > 0) word.least_scale = word.largest_scale = ballot.loss_scale;
-  word.least_sums = word.largest_sums = ballot.sums;
+  word.least_alike = word.largest_alike = ballot.alike;
   const wire::Identity identity{
       .origin = Fingerprint().add(ballot.run).add(ballot.step).add(kVote).long_value()};
   const int rank = comm.rank(), ranks = comm.size();
@@ -129,11 +130,7 @@ std::uint64_t StepVote::hold(const Ballot& ballot, Communicator& comm) {
          << " to " << word.largest_scale << ": give all ranks the same scaler";
     throw WireError(text.str());
   }
-  if (word.least_sums != word.largest_sums) {
-    throw WireError("rank " + std::to_string(rank) + ", step " + std::to_string(ballot.step) +
-                    ": the ranks have different sums; the transport's all-reduce does not give all "
-                    "of them the same bits: use reduce=ordered");
-  }
+  alike_ = word.least_alike == word.largest_alike;
   finite_ = (word.flags & kNotFinite) == 0;
   loss_scale_ = word.largest_scale;
   if ((word.flags & kAsks) != 0) {
@@ -167,6 +164,45 @@ void StepVote::hold_participation(Communicator& comm) {
   for (std::size_t id = 0; id < parameters_; ++id) {
     all_used_ = all_used_ && (unused_[byte_of(id)] & bit_of(id)) == std::byte{0};
   }
+}
+
+std::size_t StepVote::Outcome::bytes_for(std::size_t parameters) {
+  return kOutcomeHead + byte_of(parameters + 7);
+}
+
+void StepVote::Outcome::store(std::span<std::byte> bytes) const {
+  wire::store(bytes.data(), step);
+  wire::store(bytes.data() + 8, static_cast<std::uint32_t>(divisor));
+  wire::store(bytes.data() + 12, std::bit_cast<std::uint32_t>(loss_scale));
+  const auto bits = bytes.subspan(kOutcomeHead);
+  std::ranges::fill(bits, std::byte{0});
+  std::ranges::copy(unused, bits.begin());
+}
+
+void StepVote::Outcome::load(std::span<const std::byte> bytes) {
+  step = wire::load<std::uint64_t>(bytes.data());
+  divisor = static_cast<int>(wire::load<std::uint32_t>(bytes.data() + 8));
+  loss_scale = std::bit_cast<float>(wire::load<std::uint32_t>(bytes.data() + 12));
+  const auto bits = bytes.subspan(kOutcomeHead);
+  unused.assign(bits.begin(), bits.end());
+  if (divisor < 1 || !(loss_scale >= 0) || !std::isfinite(loss_scale)) {
+    throw WireError("rebuild: the outcome of a vote makes no sense");
+  }
+}
+
+void StepVote::tell(Outcome& outcome, std::uint64_t step, float loss_scale) const {
+  outcome.step = step;
+  outcome.divisor = divisor_;
+  outcome.loss_scale = loss_scale;
+  outcome.unused.clear();
+  if (!all_used_) outcome.unused.assign(unused_.begin(), unused_.end());
+}
+
+void StepVote::adopt(const Outcome& outcome) {
+  finite_ = true;
+  divisor_ = outcome.divisor;
+  unused_.assign(outcome.unused.begin(), outcome.unused.end());
+  all_used_ = std::ranges::all_of(unused_, [](std::byte bits) { return bits == std::byte{0}; });
 }
 
 bool StepVote::used(std::size_t parameter) const {

@@ -29,14 +29,29 @@ class StepVote {
     float loss_scale = 0;  ///< 0: not known
     /// Whether all ranks that know it must have the same.
     bool one_scale = false;
-    /// Of what all ranks must have alike, the sums; 0: they are not compared.
-    std::uint32_t sums = 0;
+    /// A fingerprint of what all ranks must have alike; 0: nothing is compared.
+    std::uint32_t alike = 0;
   };
   /// Collective. Throws std::invalid_argument on every rank if they differ in the divisor,
-  /// WireError if they differ in the loss scale or the sums. Returns the number of rounds.
+  /// WireError if they differ in the loss scale. Returns the number of rounds.
   std::uint64_t hold(const Ballot& ballot, Communicator& comm);
 
+  /// What a vote that went through has decided, for a rank that could not hear it.
+  struct Outcome {
+    std::uint64_t step = 0;
+    int divisor = 1;
+    float loss_scale = 0;           ///< of a rank that knows it
+    std::vector<std::byte> unused;  ///< a bit for each parameter that no rank used; empty: none
+
+    static std::size_t bytes_for(std::size_t parameters);
+    void store(std::span<std::byte> bytes) const;
+    void load(std::span<const std::byte> bytes);
+  };
+  void tell(Outcome& outcome, std::uint64_t step, float loss_scale) const;
+  void adopt(const Outcome& outcome);
+
   bool finite() const { return finite_; }           ///< on all ranks
+  bool alike() const { return alike_; }             ///< all ranks gave the same fingerprint
   float loss_scale() const { return loss_scale_; }  ///< of those that know it; 0: none does
   bool used(std::size_t parameter) const;           ///< by any rank
   bool all_used() const { return all_used_; }
@@ -47,6 +62,7 @@ class StepVote {
 
   std::size_t parameters_ = 0;
   bool finite_ = true;
+  bool alike_ = true;
   float loss_scale_ = 0;
   int divisor_ = 1;
   bool all_used_ = true;

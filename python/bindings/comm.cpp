@@ -332,12 +332,13 @@ void broadcast(Communicator& self, ByteArray bytes, int root) {
 
 void enter(Communicator& self, std::string_view call, std::uint64_t step) {
   using Kind = Place::Kind;
-  constexpr std::array<std::pair<std::string_view, Kind>, 6> kCalls = {
+  constexpr std::array<std::pair<std::string_view, Kind>, 7> kCalls = {
       {{"attach", Kind::attach},
        {"agree", Kind::agree},
        {"configure", Kind::configure},
        {"bypass", Kind::bypass},
        {"resume", Kind::resume},
+       {"load", Kind::load},
        {"step", Kind::step}}};
   for (const auto& [name, kind] : kCalls) {
     if (name == call) return self.enter({kind, step});
@@ -387,8 +388,8 @@ void bind_comm(nb::module_& module) {
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("size", &Communicator::size)
       .def("enter", &enter, "call"_a, "step"_a = 0,
-           "Start another part of the program: 'attach', 'agree', 'configure', 'bypass', 'resume' "
-           "or\n'step'. Ranks that are at different places get ValueError, all of them.")
+           "Start another part of the program: 'attach', 'agree', 'configure', 'bypass', 'resume', "
+           "'load' or\n'step'. Ranks that are at different places get ValueError, all of them.")
       .def_prop_ro("in_step", &Communicator::in_step,
                    "Whether no peer waits for more of what was entered last.")
       .def("all_to_all", &all_to_all, "send"_a.noconvert(), "counts"_a,

@@ -12,6 +12,7 @@ NB_MODULE(_core, module) {
   module.attr("__version__") = topreduce::version();
   nb::exception<topreduce::CommError>(module, "CommError", PyExc_RuntimeError);
   nb::exception<topreduce::WireError>(module, "WireError", PyExc_RuntimeError);
+  nb::exception<topreduce::DriftError>(module, "DriftError", PyExc_RuntimeError);
   bind_stats(module);
   bind_layout(module);
   bind_comm(module);

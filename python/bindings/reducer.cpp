@@ -14,12 +14,14 @@
 #include "bindings.h"
 #include "state.h"
 #include "topreduce/device.h"
+#include "topreduce/wire/checksum.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 using topreduce::Communicator;
 using topreduce::Layout;
 using topreduce::Parameter;
+using topreduce::RebuildPlan;
 using topreduce::Reducer;
 using topreduce::Spec;
 using topreduce::StepStats;
@@ -177,6 +179,18 @@ struct Owner {
     others = std::move(wanted);
   }
 
+  void commit_if(nb::object wanted) {
+    if (wanted.is_none()) {
+      reducer.commit_if({});
+    } else {
+      reducer.commit_if([asked = nb::handle(wanted)] {
+        const nb::gil_scoped_acquire gil;
+        return nb::cast<bool>(nb::bool_(asked()));
+      });
+    }
+    allows = std::move(wanted);
+  }
+
   void use(nb::object wanted) {
     reducer.use(wanted.is_none() ? nullptr : &nb::cast<topreduce::Device&>(wanted));
     device = std::move(wanted);
@@ -235,6 +249,7 @@ struct Owner {
   std::vector<nb::object> places_held;  // where means go
   nb::object comm_held;
   nb::object others;
+  nb::object allows;
   nb::object device;
 };
 
@@ -260,9 +275,43 @@ std::map<std::string, std::string> spec(const Owner& self) {
   return settings;
 }
 
+const char* name_of(RebuildPlan::Role role) {
+  switch (role) {
+    case RebuildPlan::Role::on_time: return "on_time";
+    case RebuildPlan::Role::late: return "late";
+    case RebuildPlan::Role::joins: break;
+  }
+  return "joins";
+}
+
 }  // namespace
 
 void bind_reducer(nb::module_& module) {
+  module.def(
+      "fingerprint",
+      [](const nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& bytes,
+         std::uint64_t seed) {
+        const nb::gil_scoped_release release;
+        return topreduce::wire::xxh64(std::as_bytes(std::span(bytes.data(), bytes.size())), seed);
+      },
+      "bytes"_a.noconvert(), "seed"_a = 0,
+      nb::sig("def fingerprint(bytes: numpy.typing.NDArray[numpy.uint8], seed: int = 0) -> int"),
+      "XXH64 of these bytes.");
+  nb::class_<RebuildPlan>(module, "RebuildPlan", "What ranks have to do to go on in another group.")
+      .def_prop_ro(
+          "roles",
+          [](const RebuildPlan& self) {
+            std::vector<std::string> names;
+            for (const auto role : self.roles) names.emplace_back(name_of(role));
+            return names;
+          },
+          "By rank: 'on_time', 'late' (commits the last step too) or 'joins' (owes nothing).")
+      .def_ro("step", &RebuildPlan::step, "That all of them make next.")
+      .def_ro("leader", &RebuildPlan::leader, "The first rank that is on time.")
+      .def_ro("ranks_before", &RebuildPlan::ranks_before, "In the leader's last step.")
+      .def_ro("lost", &RebuildPlan::lost, "Ranks of that step whose debts are lost.")
+      .def_ro("lost_norm", &RebuildPlan::lost_norm, "About how much these are.")
+      .def_prop_ro("scale", &RebuildPlan::scale, "What is owed is multiplied by it.");
   nb::class_<Owner>(module, "Reducer",
                     "Averages a model's gradients over the ranks, one step at a time.\n\n"
                     "A step is begin, add for gradients as they become ready, finish; whatever\n"
@@ -278,6 +327,11 @@ void bind_reducer(nb::module_& module) {
            nb::sig("def commit_with(self, others: Communicator | None) -> None"),
            "For a model whose parts are averaged apart from each other: a step commits only if it\n"
            "does on all these ranks, one for each part. None: this is the whole model.")
+      .def(
+          "commit_if", &Owner::commit_if, "allows"_a.none(),
+          nb::sig("def commit_if(self, allows: collections.abc.Callable[[], bool] | None) -> None"),
+          "Ask this before a step is committed on this rank; if it says no, `finish` raises "
+          "CommError,\nand other ranks may have committed: see `rebuild`. None: nobody is asked.")
       .def("begin", &Owner::begin, "comm"_a, "loss_scale"_a = 1.0f,
            nb::sig("def begin(self, comm: Communicator, loss_scale: float = 1.0) -> None"),
            "Open a step; gradients come, and leave, multiplied by `loss_scale`; 0 where that is\n"
@@ -333,8 +387,38 @@ void bind_reducer(nb::module_& module) {
       .def("progress", &Owner::progress,
            "Go on with exchanges whose messages have come, without waiting. Whether more are under "
            "way.")
+      .def(
+          "verify",
+          [](Owner& self, std::uint64_t fingerprint) { self.reducer.verify(fingerprint); },
+          "fingerprint"_a,
+          "Have the open step compare this fingerprint of the parameters, and the sums of "
+          "gradients, over\nthe ranks: `finish` raises DriftError on all of them, with those that "
+          "differ.")
       .def("finish", &Owner::finish, "Replace every gradient with the mean over the ranks.")
       .def("abandon", &Owner::abandon, "Drop an open step.")
+      .def(
+          "plan_rebuild",
+          [](Owner& self, Communicator& comm) { return self.reducer.plan_rebuild(comm); }, "comm"_a,
+          nb::call_guard<nb::gil_scoped_release>(),
+          "What the ranks of a new group have to do to go on together; changes nothing. "
+          "Collective.")
+      .def(
+          "rebuild",
+          [](Owner& self, Communicator& comm, const RebuildPlan& plan) {
+            std::vector<float> mean;
+            {
+              const nb::gil_scoped_release release;
+              const auto late = self.reducer.rebuild(comm, plan);
+              mean.assign(late.begin(), late.end());
+            }
+            return copy_of(mean, {mean.size()});
+          },
+          "comm"_a, "plan"_a,
+          nb::sig("def rebuild(self, comm: Communicator, plan: RebuildPlan) -> "
+                  "numpy.typing.NDArray[numpy.float32]"),
+          "Carry it out. Returns the mean of the step that a late rank has now committed, in "
+          "layout\n"
+          "order; empty on others. Collective.")
       .def(
           "skip_to", [](Owner& self, std::uint64_t step) { self.reducer.skip_to(step); }, "step"_a,
           "Go on as if this were the number of the next step; what is owed stays.")

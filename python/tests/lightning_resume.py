@@ -13,7 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from lightning_strategy import Classifier, TopreduceStrategy
+from lightning_strategy import Classifier
+
+from topreduce.torch.lightning import TopreduceStrategy
 
 
 class Digest(lightning.Callback):

@@ -10,6 +10,8 @@ import pytest
 import torch
 from ranks import scripts
 
+from topreduce.torch.state_files import Place, StateFile
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {
     "torch_module": (2, 19210),
@@ -38,10 +40,10 @@ def check_traffic(output: str, parameters: int) -> None:
     assert entries < sent < parameters
 
 
-def test_torchrun_itself() -> None:
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+def run_alone(*command: str) -> str:
+    """A program that starts its ranks itself."""
     ended = subprocess.run(
-        [sys.executable, *torchrun, "examples/torch_ddp.py"],
+        [sys.executable, *command],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -49,7 +51,12 @@ def test_torchrun_itself() -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    check_traffic(ended.stdout, 19210)
+    return ended.stdout
+
+
+def test_torchrun_itself() -> None:
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    check_traffic(run_alone(*torchrun, "examples/torch_ddp.py"), 19210)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -65,11 +72,37 @@ def test_every_rank_keeps_what_it_owes_beside_lightnings_checkpoints(tmp_path: P
         assert seen["start"] == 0
         assert seen["resumed"] == seen["saved"] > 0
     assert ranks[0]["saved"] != ranks[1]["saved"]
-    beside = sorted(file.name for file in tmp_path.glob("*.ckpt.*"))
-    assert beside == ["epoch=2.ckpt.rank0", "epoch=2.ckpt.rank1"], "those of older ones are gone"
-    for rank, file in enumerate(beside):
-        state = torch.load(tmp_path / file, weights_only=True)
-        tensors = {key for key, value in state.items() if isinstance(value, torch.Tensor)}
+    folders = [each.name for each in tmp_path.glob("*.topreduce")]
+    assert folders == ["epoch=2.ckpt.topreduce"], "those of older ones are gone"
+    for rank, file in enumerate(sorted((tmp_path / folders[0]).iterdir())):
+        tensors = [key for key in StateFile(file) if "/owed/" in key]
         assert tensors and all(key.startswith(f"rank{rank}/") for key in tensors)
     whole = torch.load(tmp_path / "epoch=2.ckpt", weights_only=False)
     assert "owed" not in str(whole.keys()) + str(whole["callbacks"].keys())
+
+
+def test_the_trainer_resumes_what_each_rank_owes(tmp_path: Path) -> None:
+    run(2, "python/tests/transformers_resume.py", str(tmp_path))
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    for seen in ranks:
+        assert seen["start"] == 0
+        assert seen["resumed"] == seen["saved"] > 0
+    assert ranks[0]["saved"] != ranks[1]["saved"]
+    files = (tmp_path / "checkpoint-8").glob("topreduce-*")
+    assert sorted(file.name for file in files) == [Place(r, 2).file(8) for r in range(2)]
+
+
+def test_a_run_survives_a_rank_that_is_killed_and_takes_a_new_one() -> None:
+    output = run_alone("examples/torch_survive.py")
+    assert "3 ranks go on from step" in output
+    assert re.search(r"3 ranks .*, 0 joined, 1 lost \(they owed about", output)
+    assert re.search(r"4 ranks go on from step \d+: \d were late, 1 joined", output)
+    assert "one, two, four, five have the same parameters" in output
+
+
+def test_a_quorum_of_torchft_loses_a_replica_and_gets_it_back() -> None:
+    pytest.importorskip("torchft")
+    output = run_alone("examples/torchft_quorum.py")
+    assert re.search(r"is killed\n(?:step.*\n)*2 replicas go on from step", output)
+    assert re.search(r"started again\n(?:step.*\n)*3 replicas go on from step", output)
+    assert "have the same parameters" in output

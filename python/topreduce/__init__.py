@@ -7,6 +7,7 @@ is imported explicitly, so that this package does not need torch.
 from topreduce._core import (
     CommError,
     Communicator,
+    DriftError,
     Layout,
     Reducer,
     StepStats,
@@ -19,6 +20,7 @@ from topreduce.catalog import methods
 __all__ = [
     "CommError",
     "Communicator",
+    "DriftError",
     "Layout",
     "Reducer",
     "StepStats",

@@ -142,6 +142,7 @@ class TOPREDUCE_API Communicator {
     return mailbox_->bytes_received_here() + native_here_;
   }
   Mailbox& mailbox() { return *mailbox_; }
+  const Mailbox& mailbox() const { return *mailbox_; }
 
  protected:
   Communicator(int rank, int size, std::shared_ptr<Mailbox> mailbox = nullptr);

@@ -14,7 +14,7 @@ using wire::store;
 
 constexpr std::uint16_t kMagic = 0x5054;  // "TP"
 constexpr std::uint8_t kVersion = 4;
-constexpr std::uint8_t kLastKind = static_cast<std::uint8_t>(Place::Kind::order);
+constexpr std::uint8_t kLastKind = static_cast<std::uint8_t>(Place::Kind::rebuild);
 constexpr std::uint8_t kDiffer = 0x80;    // beside the kind
 constexpr std::size_t kLeastRoom = 4096;  // bytes: short messages of any length share their memory
 
@@ -62,6 +62,8 @@ std::string to_string(const Place& place) {
     case Place::Kind::configure: return "configure() before step " + step;
     case Place::Kind::bypass: return "bypass() before step " + step;
     case Place::Kind::resume: return "resume() before step " + step;
+    case Place::Kind::load: return "load()";
+    case Place::Kind::rebuild: return "rebuild()";
     case Place::Kind::step:
     case Place::Kind::order:  // its very beginning
       return "step " + step;
@@ -233,11 +235,11 @@ void Mailbox::set_names(std::string title, std::vector<int> names) {
 }
 
 std::string Mailbox::title(int rank) const {
-  return title_.empty() ? "rank " + name(at(rank)) : title_;
+  return title_.empty() ? "rank " + name(rank) : title_;
 }
 
-std::string Mailbox::name(std::size_t rank) const {
-  return std::to_string(names_.empty() ? static_cast<int>(rank) : names_[rank]);
+std::string Mailbox::name(int rank) const {
+  return std::to_string(names_.empty() ? rank : names_[at(rank)]);
 }
 
 // ---- the rank itself ---------------------------------------------------------------------------
@@ -324,7 +326,8 @@ void Mailbox::check(int rank) const {
   for (std::size_t r = 0; r < peers_.size(); ++r) {
     const Peer& peer = peers_[r];
     if (r == at(rank) || !peer.lost || !waits_for(peer)) continue;
-    const std::string text = title(rank) + ", " + to_string(place_) + ": rank " + name(r) + " ";
+    const std::string text =
+        title(rank) + ", " + to_string(place_) + ": rank " + name(static_cast<int>(r)) + " ";
     if (peer.loss == Loss::damaged) throw WireError(text + "sent " + peer.why);
     throw CommError(text + peer.why);
   }
@@ -336,7 +339,7 @@ void Mailbox::check_left(int rank) const {
   for (std::size_t r = 0; r < peers_.size() && !expects_all_; ++r) {
     const Peer& peer = peers_[r];
     if (r == at(rank) || peer.expected == 0 || peer.epoch <= epoch_) continue;
-    throw WireError(title(rank) + ", " + to_string(place_) + ": rank " + name(r) +
+    throw WireError(title(rank) + ", " + to_string(place_) + ": rank " + name(static_cast<int>(r)) +
                     " has gone on to " + to_string(peer.places.back().place));
   }
 }
@@ -374,7 +377,7 @@ std::string Mailbox::places(int rank) const {
   for (std::size_t r = 0; r < peers_.size(); ++r) {
     const PeerPlace* heard = place_of(peers_[r]);
     const Place* place = r == at(rank) ? &place_ : heard == nullptr ? nullptr : &heard->place;
-    text += (r > 0 ? "; rank " : "rank ") + name(r) + ": " +
+    text += (r > 0 ? "; rank " : "rank ") + name(static_cast<int>(r)) + ": " +
             (place != nullptr ? to_string(*place) : "not heard of");
   }
   return text;

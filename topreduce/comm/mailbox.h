@@ -26,7 +26,18 @@ struct Tag {
 /// Where a rank is in its program. Ranks that exchange messages must be at the same place; those
 /// that are not find out, instead of waiting for each other or mixing up their messages.
 struct TOPREDUCE_API Place {
-  enum class Kind : std::uint8_t { start, attach, agree, configure, bypass, resume, step, order };
+  enum class Kind : std::uint8_t {
+    start,
+    attach,
+    agree,
+    configure,
+    bypass,
+    resume,
+    step,
+    order,
+    load,
+    rebuild
+  };
   Kind kind = Kind::start;
   std::uint64_t step = 0;
   bool operator==(const Place&) const = default;
@@ -72,6 +83,7 @@ class TOPREDUCE_API Mailbox {
 
   /// How errors call this rank, "rank 0 of 4", and the number that each rank has in them.
   void set_names(std::string title, std::vector<int> names);
+  std::string name(int rank) const;
 
   // ---- the rank itself ----
 
@@ -164,7 +176,6 @@ class TOPREDUCE_API Mailbox {
   void expect_nothing();
   const PeerPlace* place_of(const Peer& peer) const;  // in this epoch; null: not heard of
   bool waits_for(const Peer& peer) const;
-  std::string name(std::size_t rank) const;
   void lose_locked(int peer, Loss loss, const std::string& why);
 
   mutable std::mutex mutex_;

@@ -64,6 +64,10 @@ void Reducer::Impl::begin(Communicator& communicator, float scale) {
   communicator.enter({comm::Place::Kind::step, step});
   joint.enter(step);
   comm = &communicator;
+  ranks = comm->size();
+  voting = false;
+  doubt.reset();
+  late_mean = {};
   traffic_before = comm->traffic();
   knows_scale = scale > 0;
   loss_scale = knows_scale ? scale : 1;
@@ -77,6 +81,7 @@ void Reducer::Impl::begin(Communicator& communicator, float scale) {
   running.budget = budget.entries + pipeline.uncompressed.size();
   vote.begin(layout.count(), comm->size());
   sound = true;
+  parameters_seen.reset();
   in_flight.clear();
   weight_in_flight = 0;
   std::ranges::fill(added, 0);

@@ -5,11 +5,19 @@
 #include <cmath>
 #include <limits>
 #include <stdexcept>
+#include <utility>
 
+#include "topreduce/drift.h"
 #include "topreduce/reducer/impl.h"
 #include "topreduce/wire/checksum.h"
 
 namespace topreduce {
+namespace {
+
+constexpr const char* kNativeAdvice =
+    "; the transport's all-reduce does not give all of them the same bits: use reduce=ordered";
+
+}  // namespace
 
 void Reducer::Impl::finish() {
   if (comm == nullptr) throw std::invalid_argument("finish: no step is open; call begin first");
@@ -23,12 +31,18 @@ void Reducer::Impl::finish() {
                                 " parameters: " + names);
   }
   wait_for_all();
+  voting = true;
   hold_vote();
   {
     Stopwatch watch(running[Stage::commit]);
     running.finite = vote.finite() && fits_callers();
   }
   running.finite = joint.hold(step, running.finite, running);
+  if (running.finite && allows && !allows()) {
+    throw CommError("step " + std::to_string(step) +
+                    " was not committed on this rank, since commit_if said no; others may have");
+  }
+  voting = false;
   {
     Stopwatch watch(running[Stage::commit]);
     running.finite ? commit() : spoil();
@@ -37,7 +51,10 @@ void Reducer::Impl::finish() {
   running.bytes_sent = traffic.bytes_sent - traffic_before.bytes_sent;
   running.bytes_received = comm->bytes_received_here();
   running.messages = traffic.messages - traffic_before.messages;
-  comm->drain();
+  try {
+    comm->drain();
+  } catch (const CommError&) {  // the step is committed; the next one will notice
+  }
   stats = running;
   comm = nullptr;
   if (order_is == Order::reversed) {
@@ -46,7 +63,7 @@ void Reducer::Impl::finish() {
   }
 }
 
-std::uint32_t Reducer::Impl::fingerprint_of_sums() const {
+std::uint64_t Reducer::Impl::fingerprint_of_sums() const {
   std::uint64_t sums = 0;  // buckets come in any order
   for (const auto& bucket : buckets) {
     const exchange::Result& result = bucket->result;
@@ -55,7 +72,7 @@ std::uint32_t Reducer::Impl::fingerprint_of_sums() const {
     };
     sums += hash(result.sum.indices) ^ hash(result.sum.values) ^ hash(result.dense_sum);
   }
-  return static_cast<std::uint32_t>(sums >> 32 ^ sums) | 1;
+  return sums;
 }
 
 void Reducer::Impl::hold_vote() {
@@ -67,9 +84,15 @@ void Reducer::Impl::hold_vote() {
     // Ranks that decide on what is handed out must multiply by the same.
     ballot.one_scale = ballot.one_scale || bucket->narrow();
   }
-  if (pipeline.compare) ballot.sums = fingerprint_of_sums();
+  Fingerprints mine{.parameters = parameters_seen.value_or(0)};
+  if (pipeline.compare || parameters_seen) {
+    mine.sums = fingerprint_of_sums();
+    const std::uint64_t both = Fingerprint().add(mine.parameters).add(mine.sums).long_value();
+    ballot.alike = static_cast<std::uint32_t>(both >> 32 ^ both) | 1;
+  }
   Stopwatch watch(running[Stage::network]);
   running.rounds += vote.hold(ballot, *comm);
+  if (!vote.alike()) report_drift(*comm, step, mine, pipeline.native ? kNativeAdvice : "");
   if (!knows_scale && vote.loss_scale() > 0) loss_scale = vote.loss_scale();
 }
 
@@ -97,14 +120,13 @@ void Reducer::Impl::take_back(Bucket& bucket, const Segment& segment) {
   const feedback::Feedback& feedback = memory(bucket);
   exchange::Result& result = bucket.result;
   const auto divisor = static_cast<float>(divisor_of(feedback)), unit = unit_of(feedback);
-  const auto ranks = static_cast<float>(comm->size());
   // The largest sum that becomes no larger mean than `most`.
   float most = segment.most / unit * divisor;
   while (most / divisor * unit > segment.most) most = std::nextafter(most, 0.0f);
   const auto cut = [&](float& sum) {
     const float before = sum;
     sum = std::clamp(sum, -most, most);
-    return (before - sum) / ranks;
+    return (before - sum) / static_cast<float>(ranks);
   };
   const std::size_t begin = segment.start, end = segment.start + segment.size();
   if (result.extent == exchange::Result::Extent::whole) {
@@ -130,11 +152,11 @@ void Reducer::Impl::take_back(Bucket& bucket, const Segment& segment) {
 
 // An estimate stays a mean over all ranks; only what is handed out is divided otherwise.
 int Reducer::Impl::divisor_of(const feedback::Feedback& feedback) const {
-  return feedback.is_estimate() ? comm->size() : vote.divisor();
+  return feedback.is_estimate() ? ranks : vote.divisor();
 }
 
 float Reducer::Impl::unit_of(const feedback::Feedback& feedback) const {
-  const float present = static_cast<float>(comm->size()) / static_cast<float>(vote.divisor());
+  const float present = static_cast<float>(ranks) / static_cast<float>(vote.divisor());
   return feedback.is_estimate() ? loss_scale * present : loss_scale;
 }
 
@@ -207,6 +229,7 @@ void Reducer::Impl::commit() {
     running.owed_norm = owes ? std::sqrt(std::max(0.0, energy - gone)) : 0;
   }
   for (const auto& bucket : buckets) bucket->settled = false;  // for good
+  vote.tell(last_vote, step, loss_scale);
   ++step;
   in_parts = false;
 }
@@ -226,6 +249,7 @@ void Reducer::Impl::spoil() {
 
 void Reducer::Impl::abandon() noexcept {
   in_flight.clear();
+  if (std::exchange(voting, false)) keep_for_later();
   for (const auto& bucket : buckets) {
     if (!bucket) continue;
     bucket->task = {};

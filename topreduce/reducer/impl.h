@@ -11,7 +11,9 @@
 // are.
 
 #include <chrono>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -20,6 +22,7 @@
 #include "topreduce/bucket_plan.h"
 #include "topreduce/joint_vote.h"
 #include "topreduce/pipeline.h"
+#include "topreduce/rebuild.h"
 #include "topreduce/reducer.h"
 #include "topreduce/vote.h"
 
@@ -69,7 +72,7 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   void progress();
   void wait_for_all();
   void hold_vote();
-  std::uint32_t fingerprint_of_sums() const;
+  std::uint64_t fingerprint_of_sums() const;
   bool fits_callers();
   void take_back(Bucket& bucket, const Segment& segment);
   bool may_settle_early(const Bucket& bucket);
@@ -80,6 +83,13 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   void leave_out_unused(Bucket& bucket);
   void commit();
   void spoil();
+
+  // Ranks that were lost, and others that come.
+  RebuildPlan plan_rebuild(Communicator& communicator);
+  std::span<const float> rebuild(Communicator& communicator, const RebuildPlan& plan);
+  bool keep_for_later() noexcept;
+  std::span<float> place_of(const Segment& segment);
+  void commit_late(const StepVote::Outcome& outcome);
 
   Layout layout;
   Spec given;
@@ -92,8 +102,17 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   std::uint64_t step = 0;
   bool in_parts = false;  // a commit or a load was broken off
   std::string description;
-  std::uint32_t run = 0;  // its fingerprint, in every message
-  int agreed_ranks = 0;   // ranks that were asked; 0: nobody yet
+  std::uint32_t run = 0;        // its fingerprint, in every message
+  int agreed_ranks = 0;         // ranks that were asked; 0: nobody yet
+  int ranks = 0;                // of the last step that began
+  StepVote::Outcome last_vote;  // of the last step that was committed
+  // A step whose vote failed here: all is as before it, and it can still be committed.
+  struct Doubt {
+    Buffer<float> memory;       // by place in the model
+    std::vector<char> settled;  // by bucket, before the vote failed
+  };
+  std::optional<Doubt> doubt;
+  Buffer<float> late_mean;  // of such a step, once it is committed
   StepStats stats;
   std::vector<std::size_t> everything;  // the numbers of all parameters, for `average`
 
@@ -106,6 +125,7 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
 
   // The open step.
   Communicator* comm = nullptr;
+  bool voting = false;  // others may commit the step
   comm::Traffic traffic_before;
   float loss_scale = 1;
   bool knows_scale = true;
@@ -114,7 +134,9 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   exchange::Workspace workspace;
   StepVote vote;
   JointVote joint;
-  bool sound = true;  // all that this rank brought so far is finite
+  std::function<bool()> allows;                  // asked before a commit; empty: nobody
+  bool sound = true;                             // all that this rank brought so far is finite
+  std::optional<std::uint64_t> parameters_seen;  // a fingerprint, if they are compared
   // What the caller handed over of a parameter.
   struct Held {
     std::span<float> gradient;

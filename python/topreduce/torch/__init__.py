@@ -8,9 +8,11 @@ from importlib.util import find_spec
 if find_spec("torch") is None:
     raise ModuleNotFoundError("topreduce.torch needs PyTorch: pip install torch", name="torch")
 
-from topreduce import CommError, WireError
+from topreduce import CommError, DriftError, WireError
 from topreduce.torch.attachment import attach
+from topreduce.torch.meeting import Ranks
+from topreduce.torch.rebuilding import Rebuilt
 from topreduce.torch.resharding import reshard
 from topreduce.torch.sync import Sync
 
-__all__ = ["CommError", "Sync", "WireError", "attach", "reshard"]
+__all__ = ["CommError", "DriftError", "Ranks", "Rebuilt", "Sync", "WireError", "attach", "reshard"]

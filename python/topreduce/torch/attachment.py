@@ -1,7 +1,7 @@
 """One line on a model: checks and wiring. What is particular to a kind of model: kinds.py."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple, TypeGuard
 
@@ -18,13 +18,14 @@ from topreduce.torch.fsdp_kind import FSDPKind
 from topreduce.torch.gradients import stored_shape
 from topreduce.torch.kinds import Kind, Parameters
 from topreduce.torch.machines import Levels
-from topreduce.torch.meeting import refuse
+from topreduce.torch.meeting import Ranks, refuse
 from topreduce.torch.module_kind import ModuleKind
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.scaling import Scaler
 from topreduce.torch.steps import Steps
 from topreduce.torch.surroundings import Surroundings
 from topreduce.torch.sync import Sync, as_setting
+from topreduce.torch.verifying import Verifier
 
 # How a training begins unless told otherwise: without, a GPT at 1 % needs twice the steps.
 WARMUP_STEPS = 10
@@ -37,7 +38,7 @@ def attach(
     model: torch.nn.Module,
     method: str = "topk",
     *,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | Ranks | None = None,
     replicas: DeviceMesh | dist.ProcessGroup | None = None,
     density: float | None = None,
     granularity: str | None = None,
@@ -52,6 +53,8 @@ def attach(
     scaler: Scaler | None = None,
     local_group: dist.ProcessGroup | str | None = None,
     timeout: timedelta | None = None,
+    verify_every: int = 0,
+    commit_if: Callable[[], bool] | None = None,
     **settings: object,
 ) -> Sync:
     """Averages the gradients of `model` by `method` from the next backward pass on.
@@ -72,7 +75,11 @@ def attach(
     boot; gradients are then averaged inside each machine first, and one rank of each exchanges,
     and owes.
     `timeout`: how long to wait for a peer that is silent, which may just be busy; None waits as
-    long as the model's process group. A rank whose model is not DDP can tell the default process
+    long as the model's process group. `verify_every`: compare the parameters, and the means, over
+    the ranks every so many steps, and raise DriftError on all of them, with the rank that differs;
+    0 for never. `commit_if`: asked on this rank before a step is committed; if it says no,
+    backward() raises CommError, and since other ranks may have committed, `rebuild()` must follow.
+    A rank whose model is not DDP can tell the default process
     group that it refuses; those of another group wait for their time-out.
     """
     if dist.GroupMember.NON_GROUP_MEMBER in (group, replicas):
@@ -84,6 +91,10 @@ def attach(
             raise ValueError("this model is attached already: detach() its handle first")
         if local_group is not None and not isinstance(kind, DDPKind):
             raise ValueError("local_group is for DistributedDataParallel: attach without it")
+        if local_group is not None and commit_if is not None:
+            raise ValueError("commit_if is for ranks that exchange themselves, without local_group")
+        if not isinstance(verify_every, int) or verify_every < 0:
+            raise ValueError(f"verify_every must be a number of steps, not {verify_every!r}")
         given = {
             "density": density,
             "granularity": granularity,
@@ -104,7 +115,10 @@ def attach(
         raise
     comm = kind.connect(local_group, timeout if _is_valid(timeout) else kind.timeout())
     try:
-        reducer, parameters, device = _prepare_together(comm, kind, method, given, timeout, scaler)
+        words = f", verify_every={verify_every}" if verify_every else ""
+        reducer, parameters, device = _prepare_together(
+            comm, kind, method, given, timeout, scaler, words
+        )
         reducer.agree(comm)
         kind.take_over(comm)
     except BaseException as error:
@@ -114,7 +128,9 @@ def attach(
         kind.model, kind.module, parameters.values(), kind.frozen(), scaler, kind.advice
     )
     surroundings.forgotten = kind.debts()
-    steps = Steps(reducer, comm, surroundings)
+    reducer.commit_if(commit_if)
+    verifier = Verifier(parameters.values(), kind.local, verify_every)
+    steps = Steps(reducer, comm, surroundings, verifier)
     return Sync(reducer, comm, steps, kind.start(steps, reducer, parameters, device))
 
 
@@ -125,7 +141,7 @@ def _kind_of(model: object, group: object, replicas: object) -> Kind:
     assert isinstance(model, torch.nn.Module)
     if replicas is not None:
         return FSDPKind(model, replicas)
-    assert isinstance(group, dist.ProcessGroup)
+    assert isinstance(group, (dist.ProcessGroup, Ranks))
     return ModuleKind(model, group)
 
 
@@ -150,6 +166,7 @@ def _prepare_together(
     given: dict[str, object],
     timeout: timedelta | None,
     scaler: object,
+    words: str,
 ) -> _Prepared:
     """`_prepare` on all ranks or on none: a rank that refuses leaves nobody waiting."""
     refusal: Exception | None = None
@@ -161,7 +178,7 @@ def _prepare_together(
         scaled = "" if scaler is None else f", scaler given{_SCALERS}"
         ready = "ready" if refusal else kind.introduction(prepared.reducer)
         comm.concur(
-            f"{ready}{scaled}" if refusal is None else f"{type(refusal).__name__}: {refusal}"
+            f"{ready}{scaled}{words}" if refusal is None else f"{type(refusal).__name__}: {refusal}"
         )
     except ValueError:
         if refusal is None:

@@ -16,6 +16,7 @@ import torch
 
 from topreduce import Reducer
 from topreduce.torch.process_group import GroupCommunicator
+from topreduce.torch.state_files import Place
 from topreduce.torch.two_levels import Member
 
 FORMAT = 1
@@ -23,6 +24,9 @@ FORMAT = 1
 
 class Book(Protocol):
     """How the state of a kind of model is kept."""
+
+    def place(self, comm: GroupCommunicator) -> Place:
+        """Whose state it is, among the files of a run."""
 
     def pack(self, reducer: Reducer, comm: GroupCommunicator) -> dict[str, Any]: ...
 
@@ -32,6 +36,9 @@ class Book(Protocol):
 
 class WholeBook:
     """Of models that are not sharded."""
+
+    def place(self, comm: GroupCommunicator) -> Place:
+        return Place(comm.ledger, comm.ledgers)
 
     def pack(self, reducer: Reducer, comm: GroupCommunicator) -> dict[str, Any]:
         return pack(reducer, comm.ledger, comm.ledgers)

@@ -15,12 +15,13 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from topreduce import Layout, Reducer
+from topreduce.torch.checkpoint import WholeBook
 from topreduce.torch.ddp import DDPAdapter
 from topreduce.torch.device import GradientDevice
 from topreduce.torch.eligibility import REMEDY, check_ddp
 from topreduce.torch.kinds import Attached, Parameters, patience_of, plain_name
 from topreduce.torch.machines import Levels
-from topreduce.torch.meeting import Group
+from topreduce.torch.meeting import Group, Ranks
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.steps import Steps
 from topreduce.torch.two_levels import on_two_levels
@@ -32,14 +33,14 @@ class _Dispatcher:
     def __init__(self, group: dist.ProcessGroup) -> None:
         # DDP's C++ part owns this object, where the garbage collector sees no cycle: nothing here
         # may lead back to the DDP model.
-        self._group = group
+        self.group = group
         self.adapter: DDPAdapter | None = None
         self.owed = ""  # says so if an earlier handle left debts
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         if self.adapter is not None:
             return self.adapter.reduce(bucket)
-        return allreduce_hook(self._group, bucket)
+        return allreduce_hook(self.group, bucket)
 
     def release(self, owed: str) -> None:
         """DDP averages by itself again. `owed`: in words, what the handle leaves unpaid."""
@@ -151,7 +152,29 @@ class DDPKind:
         dispatcher.adapter = DDPAdapter(
             self.model, steps, reducer, parameters, device, takes_early=early
         )
-        return Attached(dispatcher.release, _NoSync(weakref.ref(self.model)))
+        ddp = weakref.ref(self.model)
+        regroup = _Regroup(ddp, dispatcher) if self._one_level else None
+        module = weakref.ref(self.module)
+        return Attached(dispatcher.release, _NoSync(ddp), WholeBook(), module, regroup)
+
+
+class _Regroup:
+    """DDP goes on with other ranks."""
+
+    takes_ranks = False
+
+    def __init__(
+        self, ddp: "weakref.ref[DistributedDataParallel]", dispatcher: _Dispatcher
+    ) -> None:
+        self._ddp, self._dispatcher = ddp, dispatcher
+
+    def __call__(self, group: dist.ProcessGroup | Ranks) -> None:
+        assert isinstance(group, dist.ProcessGroup)  # Sync.rebuild has looked
+        ddp = self._ddp()
+        if ddp is None:
+            raise ValueError("rebuild: the model is gone")
+        ddp._update_process_group(group)  # type: ignore[no-untyped-call]
+        self._dispatcher.group = group
 
 
 class _NoSync:

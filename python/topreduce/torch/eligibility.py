@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from topreduce.torch.meeting import Ranks
 from topreduce.torch.taker import Taker, TakerHook
 
 HOOKED = (
@@ -18,8 +19,8 @@ REMEDY = "wrap the model in a new DistributedDataParallel and attach to that"
 
 def check_type(model: object, group: object, replicas: object) -> None:
     """TypeError or ValueError unless its kind is one that attach() knows, and fits its group."""
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group must be a process group, not {type(group).__name__}")
+    if group is not None and not isinstance(group, (dist.ProcessGroup, Ranks)):
+        raise TypeError(f"group must be a process group or Ranks, not {type(group).__name__}")
     if isinstance(model, DistributedDataParallel):
         if group is not None or replicas is not None:
             raise ValueError(

@@ -6,12 +6,13 @@ reduced, divided, cast and offloaded; so module.py and taker.py serve it as they
 
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from topreduce.torch.eligibility import check_sparse
 
@@ -67,6 +68,31 @@ def local_part(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         local: Tensor = tensor.to_local()
         return local
+
+
+class Cut(NamedTuple):
+    """Which part of a whole tensor a rank holds."""
+
+    dimension: int
+    start: int  # its first place there
+    shape: tuple[int, ...]  # of the part
+
+
+def cut_of(tensor: Tensor) -> Cut | None:
+    """None for what is no shard."""
+    if not isinstance(tensor, DTensor) or not isinstance(tensor.placements[0], Shard):
+        return None
+    dimension = tensor.placements[0].dim
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return Cut(dimension, offset[dimension], tuple(shape))
+
+
+def cuts_of(state: Mapping[str, Any]) -> dict[str, Cut]:
+    """Of a state's shards of parameters, by key."""
+    cuts = {key: cut_of(each) for key, each in state.items() if isinstance(each, DTensor)}
+    return {key: cut for key, cut in cuts.items() if cut is not None and key.count("/") > 1}
 
 
 def as_gradient(parameter: torch.nn.Parameter, local: Tensor) -> Tensor:

@@ -21,12 +21,13 @@ class FSDPKind(ModuleKind):
 
     def __init__(self, root: torch.nn.Module, replicas: object) -> None:
         """`replicas`: as attach() was given it."""
-        super().__init__(root, group_of(replicas))
+        group = group_of(replicas)
+        super().__init__(root, group)
         reshard(root)
         self._mesh = shard_mesh(root)
-        self.grid = Grid(self.group, self._mesh.get_group())
+        self.grid = Grid(group, self._mesh.get_group())
         check_mesh(replicas, self.grid)
-        self.shards = FSDPShards(root, self.parameters(), self.group.size())
+        self.shards = FSDPShards(root, self.parameters(), group.size())
 
     def places(self) -> Sequence[Group]:
         return [self.grid.between, self.grid.inside]

@@ -12,7 +12,7 @@ from torch import Tensor
 from topreduce import Layout, Reducer
 from topreduce.torch.checkpoint import Book, WholeBook
 from topreduce.torch.device import GradientDevice
-from topreduce.torch.meeting import Group
+from topreduce.torch.meeting import Group, Ranks
 from topreduce.torch.process_group import GroupCommunicator, timeout_of
 from topreduce.torch.steps import Steps
 
@@ -25,6 +25,10 @@ class Attached(NamedTuple):
     release: Callable[[str], None]  # what `detach` does; it is told what stays unpaid
     hold: Callable[[], AbstractContextManager[None]]
     book: Book = WholeBook()
+    # For `rebuild`: the module, if it is still there; and another group in place of the first. None
+    # where that cannot be.
+    module: Callable[[], torch.nn.Module | None] = lambda: None
+    regroup: Callable[[dist.ProcessGroup | Ranks], None] | None = None
 
 
 class Kind(Protocol):
@@ -85,7 +89,7 @@ class Kind(Protocol):
         """Gradients are averaged from now on."""
 
 
-def patience_of(group: dist.ProcessGroup, module: torch.nn.Module) -> timedelta:
+def patience_of(group: dist.ProcessGroup | Ranks, module: torch.nn.Module) -> timedelta:
     """How long operations of this group wait for the module's tensors."""
     device = next((each.device for each in module.parameters()), torch.device("cpu"))
     return timeout_of(group, device)

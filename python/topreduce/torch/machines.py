@@ -86,7 +86,7 @@ class Levels(GroupCommunicator):
             self.ledgers = len(machines)
             if local_group == "host" and self.ledgers == 1 < self.size:
                 _warn_of_one_machine(self.size)
-            ranks = machines[self.ledger]
+            ranks = self.ranks_inside = machines[self.ledger]
             name = f"{group.group_name}/machine {ranks}"
             title = f"{self.title}, inside machine {self.ledger}"
             place = ranks.index(self.rank)

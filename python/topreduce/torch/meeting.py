@@ -17,7 +17,7 @@ from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from topreduce import CommError
@@ -39,6 +39,28 @@ class Group(Protocol):
     def size(self) -> int: ...
 
 
+class Ranks:
+    """Ranks that meet in a store, where torch.distributed has no process group of them."""
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        """`store`: one that all of them reach, and nobody else uses for this. Ranks from 0."""
+        if not 0 <= rank < size:
+            raise ValueError(f"there is no rank {rank} of {size}")
+        self.store, self.group_name = store, "ranks"
+        self._rank, self._size = rank, size
+
+    @classmethod
+    def alone(cls) -> "Ranks":
+        """One rank, that may join others by Sync.rebuild."""
+        return cls(HashStore(), 0, 1)
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
 def meet(group: Group, names: Sequence[int], timeout: timedelta) -> Store:
     """A place of their own for the ranks of `group`, once all have come; errors use the `names`.
 
@@ -49,13 +71,13 @@ def meet(group: Group, names: Sequence[int], timeout: timedelta) -> Store:
     met, failure = attempt(lambda: _meet(group, names, timeout))
     if met is None:
         raise CommError(
-            f"{title}: attach() cannot reach the store of torch.distributed, where ranks meet: "
+            f"{title}: cannot reach the store of torch.distributed, where ranks meet: "
             f"{failure}. The rank that holds it may have died"
         )
     if met.absent is not None:
         raise CommError(
-            f"{title}: not all ranks of the model's process group called attach() within {timeout}"
-            + (f" ({explain(met.absent)})" if met.absent else "")
+            f"{title}: not all ranks of the model's process group called attach(), or rebuild(), "
+            f"within {timeout}" + (f" ({explain(met.absent)})" if met.absent else "")
         )
     if met.refusal:
         raise ValueError(f"nothing was attached, on no rank: {met.refusal}")
@@ -91,10 +113,7 @@ def _meet(group: Group, names: Sequence[int], timeout: timedelta) -> _Met:
 
 def refuse(groups: Sequence[Group], error: Exception) -> None:
     """Tells the ranks that meet, or will, why this one does not; of the default group if none."""
-    if not dist.is_initialized():
-        return
-    world = dist.group.WORLD
-    assert world is not None
+    world = dist.group.WORLD if dist.is_initialized() else None
 
     def tell(group: Group) -> None:
         store, place = _next_place(group)
@@ -103,8 +122,9 @@ def refuse(groups: Sequence[Group], error: Exception) -> None:
         place.set("outcome", sendable(word))
         store.add(_meetings(group.rank()), 1)
 
-    for group in groups or [world]:
-        with_patience(partial(tell, group))
+    for group in groups or [each for each in [world] if each is not None]:
+        if world is not None or isinstance(group, Ranks):
+            with_patience(partial(tell, group))
 
 
 def legible(words: bytes) -> str:
@@ -142,7 +162,8 @@ def with_patience(action: Callable[[], T], seconds: float = STORE_PATIENCE) -> T
 
 def _next_place(group: Group) -> tuple[Store, Store]:
     """The group's part of the store, and in it the place of this rank's next meeting."""
-    store = PrefixStore(f"topreduce/{group.group_name}", _get_default_store())
+    whole = group.store if isinstance(group, Ranks) else _get_default_store()
+    store = PrefixStore(f"topreduce/{group.group_name}", whole)
     number = store.add(_meetings(group.rank()), 0)
     return store, PrefixStore(f"meeting {number}", store)
 

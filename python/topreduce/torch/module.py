@@ -23,6 +23,7 @@ from topreduce.torch.device import GradientDevice
 from topreduce.torch.eligibility import HOOKED, is_stepped
 from topreduce.torch.gradients import Pass, Shards, flat, home_of, largest
 from topreduce.torch.kinds import plain_name
+from topreduce.torch.meeting import Ranks
 from topreduce.torch.steps import Steps, is_in_backward
 from topreduce.torch.taker import Batch, Taker
 
@@ -34,7 +35,7 @@ class ModuleAdapter:
         self,
         module: torch.nn.Module,
         parameters: Mapping[str, torch.nn.Parameter],
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | Ranks,
         shards: Shards,
         steps: Steps,
         reducer: Reducer,
@@ -77,6 +78,9 @@ class ModuleAdapter:
     def release(self, owed: str) -> None:
         """From now on dense means, by the group itself, since nobody else averages."""
         self._steps, self._device, self.owed = None, None, owed
+
+    def regroup(self, group: dist.ProcessGroup | Ranks) -> None:
+        self._group = group
 
     def remove(self) -> None:
         """Another adapter takes over."""
@@ -140,6 +144,11 @@ class ModuleAdapter:
             taker.end()
             if self._objected:
                 raise ValueError(self._objected)
+            if isinstance(self._group, Ranks):
+                raise ValueError(
+                    "detached, and nobody averages the gradients: these ranks have no process "
+                    "group; attach again"
+                )
             nobodys = dense.average(self._parameters, taker.used, self._shards, self._group)
             self._tell_delivered(nobodys)
             taker.forget_use()

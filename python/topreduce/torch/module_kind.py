@@ -14,7 +14,7 @@ from topreduce.torch.device import GradientDevice
 from topreduce.torch.eligibility import check_hooks, check_module
 from topreduce.torch.gradients import Shards, Whole
 from topreduce.torch.kinds import Attached, Parameters, patience_of, plain_name
-from topreduce.torch.meeting import Group
+from topreduce.torch.meeting import Group, Ranks
 from topreduce.torch.module import ModuleAdapter
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.steps import Steps
@@ -28,7 +28,7 @@ class ModuleKind:
 
     advice = "detach() and attach again"
 
-    def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup | Ranks) -> None:
         self.model = self.module = module
         self.group = group
         self.shards: Shards = Whole()
@@ -104,4 +104,6 @@ class ModuleKind:
             self.module, parameters, self.group, self.shards, steps, reducer, device
         )
         _adapters[self.module] = adapter
-        return Attached(adapter.release, adapter.hold, self.book(parameters))
+        regroup = adapter.regroup if type(self) is ModuleKind else None
+        module = weakref.ref(self.module)
+        return Attached(adapter.release, adapter.hold, self.book(parameters), module, regroup)

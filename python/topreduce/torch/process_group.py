@@ -22,6 +22,7 @@ from topreduce.torch import connections
 from topreduce.torch.arrivals import Arrivals, explain
 from topreduce.torch.meeting import (
     STORE_PATIENCE,
+    Ranks,
     attempt,
     legible,
     meet,
@@ -58,7 +59,7 @@ class Circle:
 class GroupCommunicator(Communicator):
     """The ranks of `group`, on connections that nobody else uses. Making one is collective."""
 
-    def __init__(self, group: dist.ProcessGroup | Circle, timeout: timedelta) -> None:
+    def __init__(self, group: dist.ProcessGroup | Ranks | Circle, timeout: timedelta) -> None:
         limit = min(max(_FRAMES // group.size(), _LEAST_FRAME), _LARGEST_FRAME)
         super().__init__(group.rank(), group.size(), limit)
         self._names = list(group.ranks if isinstance(group, Circle) else range(self.size))
@@ -70,7 +71,7 @@ class GroupCommunicator(Communicator):
         self.set_names(self.title, self._names, self.all_hear)
         # What is owed is kept by every rank: this one keeps book `ledger` of `ledgers`.
         self.ledger, self.ledgers = self.rank, self.size
-        self._timeout = timeout
+        self.timeout = timeout
         self._waited = 0.0  # seconds of the wait that lasts, or was the last
         self._signs: dict[int, float] = {}  # when peers said in it that they wait themselves
         self._said = 0.0  # when this rank said so, to those in `beside`
@@ -106,6 +107,10 @@ class GroupCommunicator(Communicator):
         """The words with which the ranks came, in rank order."""
         received, counts = self.all_gather(np.frombuffer(sendable(word).encode(), np.uint8))
         return [legible(part.tobytes()) for part in np.split(received, np.cumsum(counts)[:-1])]
+
+    def ask_everyone(self, word: str) -> list[str]:
+        """The same of all ranks of the model, where those of this group are not all."""
+        return self.ask(word)
 
     def close(self, word: str = "") -> None:
         """Leaves, for good. Peers that wait for us fail at once, and find `word` as the reason."""
@@ -161,7 +166,7 @@ class GroupCommunicator(Communicator):
         if self._gloo is None:
             store = PrefixStore("native", self._store)
             self._gloo, failure = attempt(
-                lambda: dist.ProcessGroupGloo(store, self.rank, self.size, timeout=self._timeout)
+                lambda: dist.ProcessGroupGloo(store, self.rank, self.size, timeout=self.timeout)
             )
             if failure:
                 raise CommError(f"{self.title}: reduce=native: no connection by Gloo: {failure}")
@@ -193,14 +198,14 @@ class GroupCommunicator(Communicator):
     def _excuse(self) -> None:
         """Tells those who may wait for this rank elsewhere that it is here, and waits as well."""
         now = time.monotonic()
-        if self.beside and now - self._said > min(_SIGN_OF_LIFE, self._timeout.total_seconds() / 4):
+        if self.beside and now - self._said > min(_SIGN_OF_LIFE, self.timeout.total_seconds() / 4):
             self._said = now
             for circle in self.beside:
                 circle.say_waiting()
 
     def _silent(self) -> list[int]:
         """Peers that are waited for, and have been silent for too long."""
-        timeout = self._timeout.total_seconds()
+        timeout = self.timeout.total_seconds()
         if self._waited <= timeout:
             return []
         awaited = self.awaited() or self._others()
@@ -210,7 +215,7 @@ class GroupCommunicator(Communicator):
 
     def _give_up_waiting(self, silent: Sequence[int]) -> None:
         """Nothing came in time: peers that wait fail at once, and say that they were here."""
-        waited = f"{_TIMED_OUT} waiting {self._timeout // timedelta(milliseconds=1)}ms"
+        waited = f"{_TIMED_OUT} waiting {self.timeout // timedelta(milliseconds=1)}ms"
         cause = f"rank {self._names[self.rank]} gave up: CommError: {waited}"
         with_patience(self._arrivals.check_in)
         for circle in (*self.beside, self):  # a silent peer may take its time
@@ -232,8 +237,10 @@ class GroupCommunicator(Communicator):
             with_patience(lambda: self._store.set(f"word/{self.rank}", word))
 
 
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+def timeout_of(group: dist.ProcessGroup | Ranks, device: torch.device) -> timedelta:
     """How long operations of this group wait, for tensors of this device."""
+    if isinstance(group, Ranks):
+        return default_pg_timeout
     backend, _ = attempt(lambda: group._get_backend(device))
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else default_pg_timeout

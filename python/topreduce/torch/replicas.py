@@ -85,6 +85,9 @@ class Replicas(GroupCommunicator):
             )
             raise ValueError(f"the ranks differ, so nothing was changed: {told}")
 
+    def ask_everyone(self, word: str) -> list[str]:
+        return [each for part in self._ask_all(word) for each in part]
+
     def _ask_all(self, word: str) -> list[list[str]]:
         """What all ranks of the model say, by replica and shard.
 

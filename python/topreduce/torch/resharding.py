@@ -8,7 +8,7 @@ under it, in proportion:
     new   |       0      |      1      |      2     |       owed 0 = 3/4 owed 0 + 1/4 owed 1
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -31,9 +31,13 @@ def reshard(
         raise ValueError(f"ranks must be at least 1, not {ranks}")
     common, by_rank = _sort(states)
     common["ranks"] = ranks
+    parts = (
+        blend([(share, by_rank[old]) for old, share in shares(len(by_rank), rank, ranks)])
+        for rank in range(ranks)
+    )
     return [
         {**common, **{f"rank{rank}/{key}": value for key, value in part.items()}}
-        for rank, part in enumerate(_blend(by_rank, rank, ranks) for rank in range(ranks))
+        for rank, part in enumerate(parts)
     ]
 
 
@@ -79,18 +83,20 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _blend(by_rank: list[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:
-    """What lies under a new rank."""
-    old = len(by_rank)
-    shares = {}
-    for other, part in enumerate(by_rank):
+def shares(old: int, rank: int, ranks: int) -> list[tuple[int, float]]:
+    """Which of `old` ranks lie under a new one, and how much of each."""
+    found = []
+    for other in range(old):
         begin = max(Fraction(rank, ranks), Fraction(other, old))
         end = min(Fraction(rank + 1, ranks), Fraction(other + 1, old))
         if end > begin:
-            shares[other] = (float((end - begin) * ranks), part)
-    return {
-        key: _weigh([(share, part[key]) for share, part in shares.values()]) for key in by_rank[0]
-    }
+            found.append((other, float((end - begin) * ranks)))
+    return found
+
+
+def blend(parts: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, Any]:
+    """The sum of shares of states that have the same keys, key by key."""
+    return {key: _weigh([(share, part[key]) for share, part in parts]) for key in parts[0][1]}
 
 
 def _weigh(terms: list[tuple[float, Any]]) -> Any:

@@ -22,6 +22,7 @@ from topreduce import Reducer
 from topreduce.torch import checkpoint
 from topreduce.torch.fsdp import as_gradient, local_part
 from topreduce.torch.process_group import GroupCommunicator
+from topreduce.torch.state_files import Place
 
 _ROWS = 256  # the largest number of shards whose learnt values are kept
 _SHARED = ("step", "bypassed")  # by the shards of a replica
@@ -32,6 +33,9 @@ class ShardedBook:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], mesh: DeviceMesh) -> None:
         self._parameters, self._mesh = dict(parameters), mesh
+
+    def place(self, comm: GroupCommunicator) -> Place:
+        return Place(comm.ledger, comm.ledgers, self._mesh.get_local_rank(), self._mesh.size())
 
     def pack(self, reducer: Reducer, comm: GroupCommunicator) -> dict[str, Any]:
         prefix = f"rank{comm.ledger}/"

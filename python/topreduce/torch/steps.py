@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
-from topreduce import CommError, Reducer, StepStats, WireError
+from topreduce import CommError, DriftError, Reducer, StepStats, WireError
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.surroundings import Participation, Surroundings
+from topreduce.torch.verifying import Verifier
 
 _HISTORY = 1000
 _LAST_WORDS = 5.0  # seconds that the worker gets at exit; it may be waiting for a dead peer
@@ -55,21 +56,30 @@ class Steps:
     """Runs the steps of one attached model."""
 
     def __init__(
-        self, reducer: Reducer, comm: GroupCommunicator, surroundings: Surroundings
+        self,
+        reducer: Reducer,
+        comm: GroupCommunicator,
+        surroundings: Surroundings,
+        verifier: Verifier,
     ) -> None:
         self.broken: Exception | None = None  # why no further step is possible
         self.history: deque[dict[str, Any]] = deque(maxlen=_HISTORY)
         self._reducer = reducer
         self._comm = comm
         self.surroundings = surroundings
+        self.verifier = verifier
         self._step = Step(None)
         self._step.over.set()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._start()
+
+    def _start(self) -> None:
+        comm, tasks = self._comm, self._tasks
         self._thread = threading.Thread(
-            target=_run, args=(self._tasks, weakref.ref(self), comm), name="topreduce", daemon=True
+            target=_run, args=(tasks, weakref.ref(self), comm), name="topreduce", daemon=True
         )
         self._thread.start()
-        self._stop = weakref.finalize(self, _end, self._tasks, self._thread, comm)
+        self._stop = weakref.finalize(self, _end, tasks, self._thread, comm)
 
     def open(self) -> Step:
         """A step begins; one that user code cut short is forgotten. Never raises."""
@@ -98,8 +108,8 @@ class Steps:
     def fail(self, error: Exception) -> Exception:
         """No further step is possible: releases peers that wait for us; returns what to raise."""
         self._comm.close(f"{type(error).__name__}: {error}")
-        if isinstance(error, (CommError, WireError)):
-            error = type(error)(f"{error}. Nothing more is exchanged until detach().")
+        if isinstance(error, (CommError, WireError, DriftError)):
+            error = type(error)(f"{error}. Nothing more is exchanged until rebuild() or detach().")
         self.broken = error.with_traceback(None)
         return self.broken
 
@@ -125,6 +135,12 @@ class Steps:
         self.wait_until_idle()
         self._stop()
         self._thread.join()
+
+    def reconnect(self, comm: GroupCommunicator) -> None:
+        """Goes on with other connections."""
+        self.stop()
+        self._comm, self.broken = comm, None
+        self._start()
 
     def record(
         self, stats: StepStats, density: float, waited: float = 0.0, in_finish: float = 0.0
@@ -167,6 +183,7 @@ class Steps:
                 step.begun = True
                 if step.participation != Participation():
                     self._reducer.participate(**vars(step.participation))
+                self._verify()
             task()
         except Exception as error:
             self._reducer.abandon()
@@ -189,6 +206,11 @@ class Steps:
         receiver.give_back()
         waited = time.perf_counter() - step.last_handed_over
         self.history.append(self.record(stats, step.density, waited, in_finish))
+
+    def _verify(self) -> None:
+        fingerprint = self.verifier.fingerprint(self._reducer.step)
+        if fingerprint is not None:
+            self._reducer.verify(fingerprint)
 
     def _begin(self, loss_scale: float) -> None:
         self._reducer.abandon()  # a backward pass that the user's code cut short

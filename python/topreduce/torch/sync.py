@@ -1,14 +1,26 @@
 """The handle that attach() returns."""
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
-from topreduce import Reducer
-from topreduce.torch import checkpoint, report
+import torch.distributed as dist
+from torch import is_tensor
+from torch.nn import Module
+
+from topreduce import CommError, Reducer
+from topreduce.torch import checkpoint, report, restoring, state_files
+from topreduce.torch.fsdp import Cut, cuts_of, local_part
 from topreduce.torch.kinds import Attached
+from topreduce.torch.meeting import Ranks, refuse
 from topreduce.torch.process_group import GroupCommunicator
+from topreduce.torch.rebuilding import Rebuilt, owners_of, rebuild
 from topreduce.torch.steps import Steps
+from topreduce.torch.two_levels import Member
+
+T = TypeVar("T")
 
 
 class Sync:
@@ -16,7 +28,8 @@ class Sync:
 
     An error of the network comes out of `backward()`, on every rank that can still be reached, with
     the gradients set to zero and what is owed as it was. From then on every backward pass raises it
-    again: `detach()` goes on with dense averaging, and a new `attach` with a new connection.
+    again: `rebuild()` goes on with the ranks that are left, and others; `detach()` with dense
+    averaging; a new `attach` with a new connection.
     """
 
     def __init__(
@@ -29,7 +42,7 @@ class Sync:
         self._reducer = reducer
         self._comm = comm
         self._steps = steps
-        self._release, self._hold, self._book = attached
+        self._release, self._hold, self._book, self._module, self._regroup = attached
         self._attached = True
 
     def stats(self) -> dict[str, Any]:
@@ -69,6 +82,73 @@ class Sync:
         """Ends `bypass`. Collective."""
         self._together("resume", "resume()", self._reducer.resume)
 
+    @property
+    def step(self) -> int:
+        """The number of the next step."""
+        return self._reducer.step
+
+    def leave(self, why: str) -> None:
+        """Ends this rank's part in the group: steps of others that wait for it raise CommError,
+        with `why`, and so do its own, until `rebuild`. For ranks that learn elsewhere that the
+        group changes, before they make another. After an error nothing is left to do.
+        """
+        self._steps.wait_until_idle()
+        if self._steps.broken is None:
+            self._steps.fail(CommError(why))
+
+    def rebuild(self, group: dist.ProcessGroup | Ranks, *, optimizer: Any) -> Rebuilt:
+        """Goes on with the ranks of `group`: fewer, more, or the same, in any order.
+
+        To be called on all of them, after backward() has raised CommError or between steps. All go
+        on from the last step that any of them has committed: a rank that failed in its vote commits
+        it too, and gets parameters and optimizer state of one that has. A rank whose handle has
+        made other steps, or none, joins: it gets those, and the buffers, and owes nothing. What the
+        others owe is scaled so that its mean over the ranks stays. What lost ranks owed is lost.
+        Ranks whose parameters differ from most others' get theirs.
+
+        `optimizer`: the model's, or a list of all that has a state_dict() which follows the
+        parameters, such as a scheduler and a GradScaler. If it raises CommError, since another rank
+        is lost, call it again with the ranks that are left.
+        """
+        try:
+            module, regroup = self._rebuildable(group)
+            owners = owners_of(optimizer)
+        except Exception as error:
+            refuse([group], error)
+            raise
+        self._steps.wait_until_idle()
+        self._comm.close(f"rebuild() before step {self.step}; call it on all ranks")
+        comm = None
+        try:
+            comm = GroupCommunicator(group, self._comm.timeout)
+            rebuilt = rebuild(self._reducer, comm, self._steps.verifier.look, module, owners)
+        except BaseException as error:
+            if comm is not None:
+                comm.close(f"{type(error).__name__}: {error}")
+            if isinstance(error, Exception):
+                self._steps.broken = error.with_traceback(None)
+            raise
+        self._comm = comm
+        self._steps.reconnect(comm)
+        regroup(group)
+        self._steps.surroundings.debts_are_known()
+        return rebuilt
+
+    def _rebuildable(
+        self, group: object
+    ) -> tuple[Module, Callable[[dist.ProcessGroup | Ranks], None]]:
+        module = self._module()
+        if not self._attached:
+            raise ValueError("rebuild(): this handle is detached; use the one of the last attach")
+        if self._regroup is None or module is None:
+            raise ValueError(
+                "rebuild() is for DistributedDataParallel and plain modules, without local_group "
+                "and without shards: start such a run anew, and load() what was saved"
+            )
+        if isinstance(group, Ranks) and not getattr(self._regroup, "takes_ranks", True):
+            raise ValueError("rebuild(): DistributedDataParallel needs a process group, not Ranks")
+        return module, self._regroup
+
     def hold(self) -> AbstractContextManager[None]:
         """Around forward and backward passes whose gradients are only added up on this rank.
 
@@ -84,6 +164,66 @@ class Sync:
         """
         self._steps.wait_until_idle()
         return self._book.pack(self._reducer, self._comm)
+
+    def save(self, folder: str | Path) -> None:
+        """Writes this rank's state to a file of its own in `folder`, which may be shared.
+
+        To be called on all ranks between the same steps; nobody waits for another. The file appears
+        whole or not at all. The set of the last save before this one stays, older ones go.
+        """
+        self._steps.wait_until_idle()
+        if not isinstance(self._reducer, Member):  # its delegate saves what is owed
+            state = self._book.pack(self._reducer, self._comm)
+            cuts = {key: cut[:2] for key, cut in cuts_of(state).items()}
+            local = {k: local_part(each) if is_tensor(each) else each for k, each in state.items()}
+            place = self._book.place(self._comm)
+            state_files.save(Path(folder), place, self._reducer.step, local, cuts)
+
+    def load(self, folder: str | Path, step: int | None = None) -> int:
+        """Goes on where the ranks called `save`: from the last step of which all files are there,
+        or `step`. Returns that step.
+
+        Every rank reads its own file, or, if another number of ranks has saved, those of which it
+        takes over a part: the mean of what is owed stays. Collective; if a rank finds no file, or a
+        damaged one, all raise ValueError, with which.
+        """
+        folder, place = Path(folder), self._book.place(self._comm)
+        self._expect_usable("load()")
+        self._steps.wait_until_idle()
+        self._comm.enter("load")
+        try:
+            words = self._comm.ask_everyone(json.dumps(restoring.loadable(folder, place)))
+            chosen = restoring.choose(words, folder, step)
+            owes = not isinstance(self._reducer, Member)
+            state = self._all(
+                lambda: restoring.read(folder, place, chosen, tensors=owes, cuts=self._cuts)
+            )
+            self._all(lambda: self._book.unpack(state, self._reducer, self._comm))
+        except ValueError:
+            raise
+        except Exception as error:
+            raise self._steps.fail(error) from None
+        self._steps.surroundings.debts_are_known()
+        return chosen
+
+    def _cuts(self) -> dict[str, Cut]:
+        """What this rank holds of tensors that are sharded."""
+        prefix = f"rank{self._comm.ledger}/"
+        state = self._book.pack(self._reducer, self._comm)
+        return {key.removeprefix(prefix): cut for key, cut in cuts_of(state).items()}
+
+    def _all(self, action: Callable[[], T]) -> T:
+        """Its result, if it succeeds on all ranks; else ValueError on all of them."""
+        result, refusal = None, ""
+        try:
+            result = action()
+        except (ValueError, OSError) as error:
+            refusal = str(error)
+        words = self._comm.ask_everyone(refusal)
+        failures = [f"rank {rank}: {word}" for rank, word in enumerate(words) if word]
+        if failures:
+            raise ValueError("; ".join(failures))
+        return cast(T, result)
 
     def empty_state(self, ranks: int) -> dict[str, Any]:
         """A state that holds those of `ranks` ranks, for torch.distributed.checkpoint to load into.
@@ -139,12 +279,15 @@ class Sync:
         mode = "bypassed" if self._reducer.bypassed else f"density {self._reducer.density:.3g}"
         return f"{self._reducer.spec['method']}, {mode}"
 
-    def _together(self, call: str, action: str, change: Callable[[], None]) -> None:
-        """Changes the reducer if all ranks want this before the same step; else all raise."""
+    def _expect_usable(self, action: str) -> None:
         if not self._attached:
             raise ValueError(f"{action}: this handle is detached; use the one of the last attach")
         if self._steps.broken is not None:
             raise self._steps.broken.with_traceback(None)
+
+    def _together(self, call: str, action: str, change: Callable[[], None]) -> None:
+        """Changes the reducer if all ranks want this before the same step; else all raise."""
+        self._expect_usable(action)
         self._steps.wait_until_idle()
         self._comm.enter(call, self._reducer.step)
         try:

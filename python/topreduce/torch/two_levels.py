@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from topreduce import CommError, Communicator, Layout, Reducer, WireError
+from topreduce import CommError, Communicator, DriftError, Layout, Reducer, WireError
 from topreduce.torch.machines import Floats, Levels
 
 _JOINED, _BY_PRESENT = 1, 2
@@ -50,6 +50,7 @@ class _OnTwoLevels(Reducer):
         self._gradients: list[Floats] = []
         self._added: list[int] = []  # parameters, in the order they came
         self._attendance = self._note((), "present", "ranks")
+        self._fingerprint = 0  # of the parameters; 0: they are not compared in the open step
         self._seconds = 0.0  # for the open step, inside the machine
         self.resume()
 
@@ -79,7 +80,11 @@ class _OnTwoLevels(Reducer):
         self._gradients.clear()
         self._added.clear()
         self._attendance = self._note((), "present", "ranks")
+        self._fingerprint = 0
         self._seconds = 0.0
+
+    def verify(self, fingerprint: int) -> None:
+        self._fingerprint = fingerprint
 
     def agree(self, comm: Communicator) -> None:
         super().agree(comm)
@@ -118,8 +123,11 @@ class _OnTwoLevels(Reducer):
             inside.add_up(gradient)
         notes = None
         if self._missing == 0:
-            received, _ = inside.all_gather(np.append(self._attendance, self._order()))
+            seen = np.array([self._fingerprint], np.uint64).view(np.uint8)
+            received, _ = inside.all_gather(np.concatenate([seen, self._attendance, self._order()]))
             notes = received.reshape(inside.size, -1).copy()
+            self._compare(notes[:, : seen.size])
+            notes = notes[:, seen.size :]
             if len({note[-4:].tobytes() for note in notes}) > 1:
                 raise WireError(
                     f"step {self.step}: the ranks of a machine hand over different parameters; all "
@@ -130,6 +138,17 @@ class _OnTwoLevels(Reducer):
                 raise ValueError("the ranks differ in what sums are divided by, inside a machine")
         self._seconds += time.perf_counter() - started
         return notes
+
+    def _compare(self, seen: NDArray[np.uint8]) -> None:
+        """Fingerprints of the parameters on the machine's ranks; machines compare theirs later."""
+        by_rank = {tuple(each): rank for rank, each in reversed(list(enumerate(seen)))}
+        if len(by_rank) > 1:
+            ranks = self._levels.ranks_inside
+            first, other = (ranks[place] for place in sorted(by_rank.values())[:2])
+            raise DriftError(
+                f"step {self.step}: the ranks have drifted apart: rank {other} has other "
+                f"parameters than rank {first}, on the same machine"
+            )
 
     def _order(self) -> NDArray[np.uint8]:
         """A fingerprint of the parameters of this step, in the order they came."""
@@ -178,6 +197,10 @@ class Delegate(_OnTwoLevels):
         super().begin(comm, loss_scale)
         self._unit = 1.0
         Reducer.begin(self, self._between, self._scale)
+
+    def verify(self, fingerprint: int) -> None:
+        super().verify(fingerprint)
+        Reducer.verify(self, fingerprint)
 
     def add(self, parameters: Sequence[int], gradient: Floats, most: float = _ANY) -> None:
         notes = self._collect(parameters, gradient)

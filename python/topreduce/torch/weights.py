@@ -2,17 +2,19 @@
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from topreduce.torch.meeting import Ranks
 from topreduce.torch.process_group import GroupCommunicator
+from topreduce.torch.transfer import give
 
 
 def make_equal(
-    tensors: Mapping[str, Tensor], comm: GroupCommunicator, group: dist.ProcessGroup
+    tensors: Mapping[str, Tensor], comm: GroupCommunicator, group: dist.ProcessGroup | Ranks
 ) -> None:
     """Those of the first rank of `group`, on all of them; sent only where they differ. Collective.
 
@@ -21,19 +23,28 @@ def make_equal(
     own = [(name, _kind(each), _fingerprint(each)) for name, each in tensors.items()]
     everyone = [json.loads(word) for word in comm.ask(json.dumps(own))]
     described = [[f"{name} {kind}" for name, kind, _ in each] for each in everyone]
-    difference = _difference(described, dist.get_process_group_ranks(group))
+    ranks = range(comm.size)
+    named = ranks if isinstance(group, Ranks) else dist.get_process_group_ranks(group)
+    difference = _difference(described, named)
     comm.concur(difference or "alike")
     if difference:
         raise ValueError(difference)
-    first = dist.get_global_rank(group, 0)
-    for number, tensor in enumerate(tensors.values()):
-        if len({each[number][2] for each in everyone}) > 1:
+    different = [
+        tensor
+        for number, tensor in enumerate(tensors.values())
+        if len({each[number][2] for each in everyone}) > 1
+    ]
+    if isinstance(group, Ranks):
+        give(comm, 0, range(1, comm.size), different)
+    else:
+        first = dist.get_global_rank(group, 0)
+        for tensor in different:
             whole = tensor.contiguous()
             dist.broadcast(whole, first, group=group)
             tensor.copy_(whole)
 
 
-def _difference(everyone: list[list[str]], ranks: list[int]) -> str:
+def _difference(everyone: list[list[str]], ranks: Sequence[int]) -> str:
     for rank, other in zip(ranks, everyone, strict=True):
         if other != everyone[0]:
             for mine, theirs in zip([*everyone[0], "none"], [*other, "none"], strict=False):
