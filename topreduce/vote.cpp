@@ -16,7 +16,8 @@
 namespace topreduce {
 namespace {
 
-constexpr std::uint32_t kVote = 0xfffffffe;  // the exchange that its messages belong to
+using comm::kVote;
+
 constexpr int kRadix = 8;
 
 constexpr std::uint32_t kNotFinite = 1, kAsks = 2;    // in a word
@@ -137,21 +138,23 @@ std::uint64_t StepVote::hold(const Ballot& ballot, Communicator& comm) {
   finite_ = (word.flags & kNotFinite) == 0;
   loss_scale_ = word.largest_scale;
   if ((word.flags & kAsks) != 0) {
-    hold_participation(comm);
+    hold_participation(ballot.step, comm);
     ++rounds;
   }
   return rounds;
 }
 
-void StepVote::hold_participation(Communicator& comm) {
+void StepVote::hold_participation(std::uint64_t step, Communicator& comm) {
   comm.all_gather(mine_, inbox_);
   unused_.assign(mine_.size() - 1, std::byte{0xff});
   int present = 0, by_present = 0;
   for (int r = 0; r < comm.size(); ++r) {
     const auto theirs = inbox_.from(r);
     if (theirs.size() != mine_.size()) {
-      throw WireError("participation: " + std::to_string(theirs.size()) + " bytes from rank " +
-                      std::to_string(r) + ", expected " + std::to_string(mine_.size()));
+      throw WireError("rank " + std::to_string(comm.rank()) + ", step " + std::to_string(step) +
+                      ", the vote on who takes part: " + std::to_string(theirs.size()) +
+                      " bytes from rank " + std::to_string(r) + ", expected " +
+                      std::to_string(mine_.size()));
     }
     for (std::size_t i = 0; i < unused_.size(); ++i) unused_[i] &= theirs[1 + i];
     present += (theirs[0] & kJoined) == std::byte{0} ? 1 : 0;

@@ -43,7 +43,7 @@ class StepVote {
   int divisor() const { return divisor_; }
 
  private:
-  void hold_participation(Communicator& comm);
+  void hold_participation(std::uint64_t step, Communicator& comm);
 
   std::size_t parameters_ = 0;
   bool finite_ = true;
