@@ -73,8 +73,7 @@ def attach(
     boot; gradients are then averaged inside each machine first, and one rank of each exchanges,
     and owes.
     `timeout`: how long to wait for a peer that is silent, which may just be busy; None waits as
-    long as the model's process group. A rank whose model is not DDP can tell the default process
-    group that it refuses; those of another group wait for their time-out.
+    long as the model's process group. A rank that refuses tells those that wait for it.
     """
     kind: Kind | None = None
     try:
