@@ -141,7 +141,8 @@ TEST(Mailbox, ALongMessageIsNotCopied) {
   mailbox.accept(kPeer, bytes);
   EXPECT_EQ(words(mailbox, first), "short");
   EXPECT_EQ(words(mailbox, second), std::string(5000, 'a'));
-  EXPECT_EQ(mailbox.message(second, kPeer).data(), memory + stream.size() + Mailbox::kFrameHead - 5000);
+  EXPECT_EQ(mailbox.message(second, kPeer).data(),
+            memory + stream.size() + Mailbox::kFrameHead - 5000);
   mailbox.release(second);
   mailbox.accept(kPeer, frame(0, message(second, "again"), {}));
   EXPECT_EQ(words(mailbox, second), "again");
@@ -341,6 +342,31 @@ TEST(Mailbox, ALostPeerIsMissedWhereItIsExpected) {
             "comm: rank 0, before its first call, bucket of parameter 0: rank 1 the first reason");
   mailbox.release(missing);
   EXPECT_EQ(error_of(mailbox), "");
+}
+
+// Of those it waits for; what another one sends does not make up for it.
+TEST(Mailbox, ASilentPeerIsLostWhenTimeIsUp) {
+  Mailbox mailbox(4);
+  mailbox.set_timeout(std::chrono::milliseconds(20));
+  mailbox.enter(kHere);
+  mailbox.expect({5, 0}, kPeer);
+  mailbox.expect({5, 0}, 2);
+  mailbox.start_waiting();
+  mailbox.accept(2, frame(1, message({5, 0}, "here")));
+  for (std::uint64_t known = mailbox.version(); error_of(mailbox).empty();
+       known = mailbox.version()) {
+    mailbox.accept(3, frame(1, {}));
+    mailbox.wait(known + 1);
+  }
+  EXPECT_TRUE(error_of(mailbox).starts_with(
+      "comm: rank 0, step 7, bucket of parameter 5: rank 1 is silent: nothing came of it for 20 "
+      "ms"))
+      << error_of(mailbox);
+  EXPECT_TRUE(mailbox.awaited().empty());
+  mailbox.release({5, 0});
+  mailbox.expect({kVote, 0}, 2);
+  EXPECT_EQ(error_of(mailbox), "") << "the others are not lost";
+  EXPECT_EQ(mailbox.whereabouts(), "step 7, the vote");
 }
 
 // ---- other threads -----------------------------------------------------------------------------

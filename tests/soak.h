@@ -158,10 +158,15 @@ class Soak {
     const auto fault = static_cast<faults::Fault>(draw(faults::kFaultNames.size()));
     constexpr comm::Phase kPhases[] = {comm::Phase::agreement, comm::Phase::exchange,
                                        comm::Phase::vote};
+    const comm::Phase phase = kPhases[draw(3)];
+    const std::size_t peers = comm::at(ranks_ - 1);
     const faults::Target target{.rank = static_cast<int>(draw(comm::at(ranks_))),
                                 .step = (*reducers_)[0].step(),
-                                .phase = kPhases[draw(3)],
-                                .skip = draw(12)};
+                                .phase = phase,
+                                .skip = draw(phase == comm::Phase::exchange ? 2 * peers : peers)};
+    if (phase == comm::Phase::agreement) {  // they compare settings anew
+      for (Reducer& reducer : reducers_->reducers()) reducer.set_mode(Reducer::Mode::compress);
+    }
     faults::Incident incident(ranks_, fault, target, static_cast<std::uint32_t>(random_()),
                               std::chrono::milliseconds(1));
     const auto outcomes = reducers_->step(gradients, cut_, 1, [&](Communicator& comm) {

@@ -7,10 +7,10 @@ namespace {
 
 TEST(Soak, AFewThousandSteps) {
 #ifdef TOPREDUCE_SANITIZED
-  constexpr std::uint64_t kSoakSteps = 400;
+  constexpr std::uint64_t kSoakSteps = 300;
   constexpr std::chrono::milliseconds kSoakTimeout(500);
 #else
-  constexpr std::uint64_t kSoakSteps = 5000;
+  constexpr std::uint64_t kSoakSteps = 4000;
   constexpr std::chrono::milliseconds kSoakTimeout(100);
 #endif
   const SoakReport report = Soak(1, kSoakTimeout).run(kSoakSteps, {});

@@ -17,12 +17,12 @@ from topreduce.torch import CommError
 
 BUCKET = {"granularity": "bucket", "density": 0.05}
 PHASES = {
-    "agreement": r".*step 2, the agreement",
+    "agreement": r"step 2, the agreement",
     "exchange": r"step 2, (bucket of parameter \d+|the order of buckets)",
     "vote": r"step 2, the vote",
 }
 VICTIM = 1
-TIMEOUT = 2.0  # seconds
+TIMEOUT = 1.0  # seconds
 
 
 def lose_a_rank(rank: Rank, phase: str, how: str) -> tuple[str, float] | None:
@@ -38,7 +38,9 @@ def lose_a_rank(rank: Rank, phase: str, how: str) -> tuple[str, float] | None:
     if rank.rank == VICTIM:
         sync._comm.fail_at(0, "", phase, how)
     started = time.monotonic()
-    with pytest.raises(CommError, match=rf"rank {rank.rank} of 3, {PHASES[phase]}.*") as failure:
+    # Who was stopped has what came meanwhile, and may get further.
+    where = "step 2" if rank.rank == VICTIM else PHASES[phase]
+    with pytest.raises(CommError, match=rf"rank {rank.rank} of 3, .*{where}") as failure:
         run.backward(2)
     seconds = time.monotonic() - started
     assert torch.equal(owed(sync), debt)
