@@ -78,7 +78,7 @@ def test_one_broken_rank_stops_all_at_once(
         assert "the cable is cut" in message
         assert "detach()" in message
         if rank != 1:
-            assert message.startswith(f"rank {rank} of {ranks}, step {healthy}: ")
+            assert message.startswith(f"rank {rank} of {ranks}, step {healthy}, ")
             assert "rank 1 gave up: CommError" in message
 
 
@@ -120,7 +120,7 @@ def be_busy(rank: Rank) -> str:
 def test_a_silent_rank_is_waited_for_no_longer_than_the_timeout() -> None:
     *waited, late = group(3).run(be_busy)
     for rank, message in enumerate(waited):
-        assert message.startswith(f"rank {rank} of 3, step 2: ")
+        assert message.startswith(f"rank {rank} of 3, step 2, ")
         assert "Timed out waiting 2000ms" in message
         assert "rank 2 did not come, and may just be busy, evaluating or saving" in message
         assert "timeout=" in message

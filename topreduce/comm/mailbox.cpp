@@ -85,7 +85,7 @@ std::string to_string(const Place& place) {
 Phase phase_of(const Place& place, const Tag& tag) {
   if (tag.exchange == kVote) return Phase::vote;
   if (tag.exchange != kCollective) return Phase::exchange;
-  return place.kind == Place::Kind::step ? Phase::vote : Phase::agreement;
+  return place.kind == Place::Kind::step ? Phase::exchange : Phase::agreement;
 }
 
 std::string to_string(const Place& place, const Tag& tag) {
@@ -98,7 +98,6 @@ std::string to_string(const Place& place, const Tag& tag) {
   switch (place.kind) {
     case Place::Kind::agree: return text + ", the agreement";
     case Place::Kind::order: return text + ", the order of buckets";
-    case Place::Kind::step: return text + ", the vote on who takes part";
     default: return text;
   }
 }
