@@ -229,7 +229,7 @@ def test_ranks_at_different_places_are_told() -> None:
 
 
 VERSION = 5
-CHECK = bytes([0x4e, 0xd3])
+CHECK = bytes([0x4E, 0xD3])
 HEAD = b"TP" + bytes([VERSION]) + b"\1" + b"\0" * 8 + b"\1\0\0\0" + CHECK  # of a frame: attach()
 
 
