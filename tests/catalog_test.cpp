@@ -246,7 +246,7 @@ TEST(Agreement, EqualRanksAgree) {
   run_ranks(3, [](Communicator& comm) {
     Reducer reducer(small_model(), "topk:density=0.02");
     EXPECT_NO_THROW(reducer.agree(comm));
-    constexpr std::size_t kHead = comm::Mailbox::kFrameHead + 5 + 1 + 1 + 1;
+    constexpr std::size_t kHead = comm::Mailbox::kFrameHead + 5 + 1 + 1 + 5;
     EXPECT_EQ(comm.traffic().bytes_sent, 2 * (kHead + 8)) << "not the text, which grows";
   });
 }

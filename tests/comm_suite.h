@@ -204,9 +204,9 @@ void expect_traffic(Communicator& comm, const char* name, std::size_t sent, std:
   EXPECT_EQ(after.rounds - before.rounds, rounds) << name;
 }
 
-/// What a collective sends for so many bytes: exchange, round, length, call.
+/// What a collective sends for so many bytes: exchange, round, length, call and checksum.
 constexpr std::size_t framed(std::size_t bytes) {
-  return 5 + 1 + (bytes + 1 < 128 ? 1 : 2) + 1 + bytes;
+  return 5 + 1 + (bytes + 5 < 128 ? 1 : 2) + 5 + bytes;
 }
 
 inline void traffic_is_exact(Communicator& comm) {

@@ -254,15 +254,14 @@ TEST(RollCalls, RanksThatDivideDifferentlyAreAllTold) {
   EXPECT_EQ(state_of(cluster[1]), before);
 }
 
-/// Loses the connection in a roll call: the only collective of a step.
+/// Loses the connection in a roll call: the second round of the vote.
 class Severed final : public comm::Decorator {
  public:
   using Decorator::Decorator;
 
   void post(int peer, const comm::Tag& tag, std::span<const std::byte> head,
             std::span<const std::byte> bytes) override {
-    constexpr std::uint32_t kCollective = 0xffffffff;
-    if (tag.exchange == kCollective) throw CommError("the cable is cut");
+    if (tag == comm::Tag{comm::kVote, 1}) throw CommError("the cable is cut");
     Decorator::post(peer, tag, head, bytes);
   }
 };

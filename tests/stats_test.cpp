@@ -22,9 +22,9 @@ constexpr std::size_t kFirstFrame = comm::Mailbox::kFrameHead;
 // A vote: its payload, and a long number for the exchange.
 constexpr std::size_t kVote = 20 + kLeastHead + 4;
 
-/// What a collective sends to each peer for so many bytes: one for the call is among them.
+/// What a collective sends to each peer for so many bytes: call and checksum are among them.
 std::size_t collective(std::size_t bytes) {
-  return kFirstFrame + 5 + 1 + 1 + 1 + bytes;
+  return kFirstFrame + 5 + 1 + 1 + 5 + bytes;
 }
 
 /// What a payload takes if there is nothing to say.

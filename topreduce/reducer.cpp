@@ -20,6 +20,7 @@ Reducer& Reducer::operator=(Reducer&&) noexcept = default;
 
 void Reducer::agree(Communicator& comm) {
   impl_->expect_closed("agree");
+  impl_->agreed_ranks = 0;
   comm.enter({comm::Place::Kind::agree, impl_->step});
   expect_same_text(comm, "step " + std::to_string(impl_->step) + "\n" + impl_->description);
   impl_->agreed_ranks = comm.size();
@@ -39,9 +40,13 @@ void Reducer::commit_if(std::function<bool()> allows) {
 void Reducer::begin(Communicator& comm, float loss_scale) {
   const FloatMode mode;
   impl_->expect_closed("begin");
-  if (impl_->agreed_ranks != comm.size()) agree(comm);
-  impl_->agree_on_order(comm);
-  impl_->begin(comm, loss_scale);
+  try {
+    if (impl_->agreed_ranks != comm.size()) agree(comm);
+    impl_->agree_on_order(comm);
+    impl_->begin(comm, loss_scale);
+  } catch (...) {
+    impl_->fail();
+  }
 }
 
 void Reducer::add(std::span<const std::size_t> parameters, std::span<float> gradient, float most) {
@@ -52,8 +57,7 @@ void Reducer::add(std::span<const std::size_t> parameters, std::span<float> grad
     }
     impl_->add(parameters, gradient, most);
   } catch (...) {
-    abandon();
-    throw;
+    impl_->fail();
   }
 }
 
@@ -63,8 +67,7 @@ void Reducer::lend(std::span<const std::size_t> parameters, std::span<float> gra
     if (impl_->on_device) throw std::invalid_argument("lend: gradients must stay on the device");
     impl_->add(parameters, gradient, most, true);
   } catch (...) {
-    abandon();
-    throw;
+    impl_->fail();
   }
 }
 
@@ -77,8 +80,7 @@ void Reducer::deliver_to(std::span<const std::size_t> parameters, std::span<floa
   try {
     impl_->deliver_to(parameters, means);
   } catch (...) {
-    abandon();
-    throw;
+    impl_->fail();
   }
 }
 
@@ -90,8 +92,7 @@ void Reducer::add_on_device(std::span<const std::size_t> parameters, float most)
     }
     impl_->add(parameters, {}, most);
   } catch (...) {
-    abandon();
-    throw;
+    impl_->fail();
   }
 }
 
@@ -99,8 +100,7 @@ void Reducer::relocate(std::span<const std::size_t> parameters, std::span<float>
   try {
     impl_->relocate(parameters, gradient);
   } catch (...) {
-    abandon();
-    throw;
+    impl_->fail();
   }
 }
 
@@ -116,8 +116,7 @@ bool Reducer::progress() {
     impl_->go_on();
     return !impl_->in_flight.empty();
   } catch (...) {
-    abandon();
-    throw;
+    impl_->fail();
   }
 }
 
@@ -139,8 +138,7 @@ const StepStats& Reducer::finish() {
   try {
     impl_->finish();
   } catch (...) {
-    abandon();
-    throw;
+    impl_->fail();
   }
   return impl_->stats;
 }

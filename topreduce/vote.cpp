@@ -16,7 +16,8 @@
 namespace topreduce {
 namespace {
 
-constexpr std::uint32_t kVote = 0xfffffffe;  // the exchange that its messages belong to
+using comm::kVote;
+
 constexpr int kRadix = 8;
 constexpr std::size_t kOutcomeHead = 16;  // bytes
 
@@ -71,6 +72,17 @@ std::byte bit_of(std::size_t parameter) {
   return std::byte{1} << parameter % 8;
 }
 
+// Reads what rank `from` said; errors name it.
+template <class Read>
+void checked(std::uint64_t step, const Communicator& comm, int from, Read&& read) {
+  try {
+    read();
+  } catch (const WireError& error) {
+    throw WireError("rank " + std::to_string(comm.rank()) + ", step " + std::to_string(step) +
+                    ", the vote of rank " + std::to_string(from) + ": " + error.what());
+  }
+}
+
 }  // namespace
 
 void StepVote::begin(std::size_t parameters, int ranks) {
@@ -115,12 +127,9 @@ std::uint64_t StepVote::hold(const Ballot& ballot, Communicator& comm) {
     comm.wait(tag, messages);
     for (int j = 1; j < kRadix && j * stride < ranks; ++j) {
       const int from = (rank + ranks - j * stride) % ranks;
-      try {
+      checked(ballot.step, comm, from, [&] {
         word.merge(Word::unpack(wire::open(identity, tag.round, comm.message(tag, from))));
-      } catch (const WireError& error) {
-        throw WireError("rank " + std::to_string(rank) + ", step " + std::to_string(ballot.step) +
-                        ", the vote of rank " + std::to_string(from) + ": " + error.what());
-      }
+      });
     }
     comm.release(tag);
   }
@@ -134,26 +143,38 @@ std::uint64_t StepVote::hold(const Ballot& ballot, Communicator& comm) {
   finite_ = (word.flags & kNotFinite) == 0;
   loss_scale_ = word.largest_scale;
   if ((word.flags & kAsks) != 0) {
-    hold_participation(comm);
-    ++rounds;
+    hold_participation(identity, rounds++, ballot.step, comm);
   }
   return rounds;
 }
 
-void StepVote::hold_participation(Communicator& comm) {
-  comm.all_gather(mine_, inbox_);
+void StepVote::hold_participation(const wire::Identity& identity, std::uint32_t round,
+                                  std::uint64_t step, Communicator& comm) {
+  const comm::Tag tag{kVote, round};
+  const wire::Seal seal = wire::seal(identity, round, mine_);
+  for (int peer = 0; peer < comm.size(); ++peer) {
+    if (peer == comm.rank()) continue;
+    comm.expect(tag, peer);
+    comm.post(peer, tag, seal, mine_);
+  }
+  comm.wait(tag, comm::at(comm.size() - 1));
   unused_.assign(mine_.size() - 1, std::byte{0xff});
   int present = 0, by_present = 0;
   for (int r = 0; r < comm.size(); ++r) {
-    const auto theirs = inbox_.from(r);
-    if (theirs.size() != mine_.size()) {
-      throw WireError("participation: " + std::to_string(theirs.size()) + " bytes from rank " +
-                      std::to_string(r) + ", expected " + std::to_string(mine_.size()));
+    std::span<const std::byte> theirs = mine_;
+    if (r != comm.rank()) {
+      checked(step, comm, r, [&] {
+        theirs = wire::open(identity, round, comm.message(tag, r));
+        if (theirs.size() == mine_.size()) return;
+        throw WireError("participation: " + std::to_string(theirs.size()) + " bytes, expected " +
+                        std::to_string(mine_.size()));
+      });
     }
     for (std::size_t i = 0; i < unused_.size(); ++i) unused_[i] &= theirs[1 + i];
     present += (theirs[0] & kJoined) == std::byte{0} ? 1 : 0;
     by_present += (theirs[0] & kDivideByPresent) != std::byte{0} ? 1 : 0;
   }
+  comm.release(tag);
   if (by_present != 0 && by_present != comm.size()) {
     throw std::invalid_argument(
         "the ranks differ in what sums are divided by: " + std::to_string(by_present) + " of " +

@@ -6,6 +6,7 @@
 #include "topreduce/comm/communicator.h"
 #include "topreduce/participation.h"
 #include "topreduce/storage.h"
+#include "topreduce/wire/seal.h"
 
 namespace topreduce {
 
@@ -58,7 +59,8 @@ class StepVote {
   int divisor() const { return divisor_; }
 
  private:
-  void hold_participation(Communicator& comm);
+  void hold_participation(const wire::Identity& identity, std::uint32_t round, std::uint64_t step,
+                          Communicator& comm);
 
   std::size_t parameters_ = 0;
   bool finite_ = true;
@@ -69,7 +71,6 @@ class StepVote {
   bool asks_ = false;
   std::vector<std::byte> mine_;  // flags, then a bit for each parameter that this rank left unused
   std::vector<std::byte> unused_;  // a bit for each parameter that no rank used
-  comm::Inbox inbox_;
 };
 
 }  // namespace topreduce

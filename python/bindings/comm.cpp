@@ -2,8 +2,10 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <csignal>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include <nanobind/nanobind.h>
@@ -30,8 +32,10 @@ using topreduce::comm::Communicator;
 using topreduce::comm::Decorator;
 using topreduce::comm::Inbox;
 using topreduce::comm::Loss;
+using topreduce::comm::Phase;
 using topreduce::comm::Place;
 using topreduce::comm::Sockets;
+using topreduce::comm::Tag;
 
 namespace {
 
@@ -103,9 +107,22 @@ class PythonCommunicator final : public Communicator {
     }
   }
 
-  void fail_after(std::int64_t frames, std::string words) {
-    frames_left_ = frames;
-    failure_ = std::move(words);
+  /// What happens to this rank in place of a message; for tests.
+  struct Fault {
+    std::uint64_t left = 0;      // messages before it
+    std::optional<Phase> phase;  // of those alone
+    int signal = 0;              // that it gets; none: a CommError
+    std::string words;
+  };
+  void fail_at(Fault fault) { fault_ = std::move(fault); }
+
+  void post(int peer, const Tag& tag, std::span<const std::byte> head,
+            std::span<const std::byte> bytes) override {
+    if (fault_ && topreduce::comm::phase_of(mailbox().place(), tag) ==
+                      fault_->phase.value_or(topreduce::comm::phase_of(mailbox().place(), tag))) {
+      if (fault_->left-- == 0) strike();
+    }
+    Communicator::post(peer, tag, head, bytes);
   }
 
   /// Until something may have come, or `wake` was called; not for long.
@@ -138,8 +155,6 @@ class PythonCommunicator final : public Communicator {
 
  protected:
   void send_frame(int peer, std::span<const std::byte> frame) override {
-    if (frames_left_ == 0) throw CommError(failure_);
-    if (frames_left_ > 0) --frames_left_;
     if (const auto connected = sockets()) {
       return connected->send(peer, Sockets::Kind::frame, frame);
     }
@@ -198,6 +213,13 @@ class PythonCommunicator final : public Communicator {
   }
 
  private:
+  // What was posted before leaves as ever.
+  void strike() {
+    flush();
+    const Fault fault = *std::exchange(fault_, {});
+    if (fault.signal == 0) throw CommError(fault.words);
+    std::raise(fault.signal);
+  }
   void came(int peer, Sockets::Kind kind, Bytes& frame) {
     if (kind == Sockets::Kind::frame) return mailbox().accept(peer, frame);
     const nb::gil_scoped_acquire gil;
@@ -223,8 +245,7 @@ class PythonCommunicator final : public Communicator {
   bool part_ = false;
   bool asked_ = false, polls_ = false, drains_ = false;  // what the subclass implements
   Backoff::Clock::duration waited_{}, counted_{};        // of the wait
-  std::int64_t frames_left_ = -1;                        // until a failure that was asked for
-  std::string failure_;
+  std::optional<Fault> fault_;
   const Sockets::Receiver receiver_{
       [this](int peer, Sockets::Kind kind, Bytes& frame) { came(peer, kind, frame); },
       [this](int peer, const std::string& why) { lost(peer, why); }};
@@ -373,6 +394,16 @@ void set_names(Communicator& self, std::string title, std::vector<int> names, bo
   self.mailbox().set_names(std::move(title), std::move(names));
 }
 
+void fail_at(Communicator& self, std::uint64_t messages, std::string words, std::string_view phase,
+             std::string_view how) {
+  PythonCommunicator::Fault fault{messages, {}, 0, std::move(words)};
+  constexpr std::array<std::string_view, 3> kPhases = {"agreement", "exchange", "vote"};
+  const auto found = std::ranges::find(kPhases, phase);
+  if (found != kPhases.end()) fault.phase = static_cast<Phase>(found - kPhases.begin());
+  if (how != "raise") fault.signal = how == "kill" ? SIGKILL : SIGSTOP;
+  written_in_python(self).fail_at(std::move(fault));
+}
+
 }  // namespace
 
 #define BYTES "numpy.typing.NDArray[numpy.uint8]"
@@ -499,13 +530,23 @@ void bind_comm(nb::module_& module) {
       .def(
           "say_waiting", [](Communicator& self) { written_in_python(self).say_waiting(); },
           "Tell all peers by the sockets that this rank is here, and waits itself.")
+      .def("fail_at", &fail_at, "messages"_a, "words"_a, "phase"_a = "any", "how"_a = "raise",
+           nb::sig("def fail_at(self, messages: int, words: str, phase: typing.Literal['any', "
+                   "'agreement', 'exchange', 'vote'] = 'any', how: typing.Literal['raise', 'kill', "
+                   "'stop'] = 'raise') -> None"),
+           "After so many more messages, those of the phase, sending is a CommError that says "
+           "`words`;\nor the process is killed or stopped. For tests.")
       .def(
-          "fail_after",
-          [](Communicator& self, std::int64_t frames, std::string words) {
-            written_in_python(self).fail_after(frames, std::move(words));
+          "set_timeout",
+          [](Communicator& self, double seconds) {
+            self.set_timeout(std::chrono::milliseconds(static_cast<std::int64_t>(1e3 * seconds)));
           },
-          "frames"_a, "words"_a,
-          "After so many more frames, sending is a CommError that says `words`; for tests.")
+          "seconds"_a,
+          "How long to wait for a peer of whom nothing comes: CommError then. For ever, unless "
+          "set.")
+      .def(
+          "whereabouts", [](Communicator& self) { return self.mailbox().whereabouts(); },
+          "Where this rank is and what it waits for, in words: 'step 4, the vote'.")
       .def(
           "wake", [](Communicator& self) { written_in_python(self).wake(); },
           "End the `idle` of another thread, or the next one.");

@@ -36,7 +36,7 @@ def break_down(
     debt = owed(sync)
     if rank.rank == 1:
         some = (rank.ranks - 1) * (settings is BUCKET and healthy > 0)
-        sync._comm.fail_after(some, "the cable is cut")
+        sync._comm.fail_at(some, "the cable is cut")
     with pytest.raises(CommError) as failure:
         run.backward(healthy)
     assert "Timed out" not in str(failure.value)
@@ -78,7 +78,7 @@ def test_one_broken_rank_stops_all_at_once(
         assert "the cable is cut" in message
         assert "detach()" in message
         if rank != 1:
-            assert message.startswith(f"rank {rank} of {ranks}, step {healthy}: ")
+            assert message.startswith(f"rank {rank} of {ranks}, step {healthy}, ")
             assert "rank 1 gave up: CommError" in message
 
 
@@ -120,12 +120,12 @@ def be_busy(rank: Rank) -> str:
 def test_a_silent_rank_is_waited_for_no_longer_than_the_timeout() -> None:
     *waited, late = group(3).run(be_busy)
     for rank, message in enumerate(waited):
-        assert message.startswith(f"rank {rank} of 3, step 2: ")
+        assert message.startswith(f"rank {rank} of 3, step 2, ")
         assert "Timed out waiting 2000ms" in message
         assert "rank 2 did not come, and may just be busy, evaluating or saving" in message
         assert "timeout=" in message
     assert "did not come" not in late.partition("gave up")[0]
-    assert re.match(r"rank 2 of 3, step 2: rank [01] (gave up|is gone): ", late)
+    assert re.match(r"rank 2 of 3, step 2, [^:]*: rank [01] (gave up|is gone): ", late)
     assert re.search(r"rank [01] gave up: CommError: .*Timed out", late)
 
 

@@ -94,7 +94,7 @@ def test_collectives_from_python() -> None:
         comm.barrier()
         assert (comm.rounds, comm.messages) == (3, 6)
         payload = 2 * (comm.rank + 1) + comm.rank + 1 - [0, 1, 1][comm.rank]
-        heads = 2 * 16 + 6 * (5 + 1 + 1 + 1)  # of the first frames, and of messages
+        heads = 2 * 18 + 6 * (5 + 1 + 1 + 5)  # of the first frames, and of messages
         assert comm.bytes_sent == payload + heads
         root = np.full(5, comm.rank, np.uint8)
         comm.broadcast(root, 2)
@@ -290,7 +290,8 @@ class TestWhateverGoesWrong:
 
         mine, _ = fail_in_second_step(method, granularity, number, Short)
         assert type(mine) is WireError
-        assert str(mine) == "rank 0, step 1: rank 1 sent a frame that is none of topreduce's"
+        assert str(mine).startswith("rank 0, step 1, ")
+        assert str(mine).endswith(": rank 1 sent a frame that is none of topreduce's")
 
 
 NONSENSE: dict[str, Any] = {
@@ -325,8 +326,8 @@ def test_a_subclass_must_be_complete() -> None:
     Reducer(LAYOUT, "topk").agree(Communicator(0, 1))  # nothing to send
     with pytest.raises(ValueError, match="rank 2 of 2 does not exist"):
         Communicator(2, 2)
-    with pytest.raises(ValueError, match="frames must have more than 16 bytes, not at most 16"):
-        Communicator(0, 2, 16)
+    with pytest.raises(ValueError, match="frames must have more than 18 bytes, not at most 18"):
+        Communicator(0, 2, 18)
     assert alone().size == 1
 
 
@@ -415,7 +416,8 @@ def test_a_step_that_one_rank_drops() -> None:
 
     mine, other = run_threads(2, body)
     assert type(mine) is WireError
-    assert str(mine) == "rank 0, step 3: rank 1 has gone on to step 3"
+    assert str(mine).startswith("rank 0, step 3, ")  # in an exchange, or in the vote
+    assert str(mine).endswith(": rank 1 has gone on to step 3")
     assert type(other) is CommError
 
 

@@ -158,6 +158,28 @@ def refuse_alone_in_a_part_of_the_world(rank: Rank) -> None:
         attach(ddp)
 
 
+def refuse_without_a_group(rank: Rank) -> None:
+    """Rank 0 has no DDP model, so it speaks to the default group: rank 2 hears it in theirs."""
+    pair = dist.new_group([0, 2])
+    for _ in range(2):
+        if rank.rank == 0:
+            with pytest.raises(TypeError, match="not Linear: wrap it first"):
+                attach(nn.Linear(2, 2))
+        elif rank.rank == 2:
+            ddp = DistributedDataParallel(nn.Linear(2, 2), process_group=pair, init_sync=False)
+            with pytest.raises(ValueError, match=r"no rank: rank 0: TypeError: .*wrap it first"):
+                attach(ddp)
+    # Nothing of it is left in the meetings of the default group, or of theirs.
+    dist.barrier()
+    everyone = DistributedDataParallel(Dictated())
+    sync = attach(everyone, density=0.1)
+    everyone(small_integers(everyone.module, rank.rank, 0)).backward()
+    sync.detach()
+    if rank.rank != 1:
+        attach(DistributedDataParallel(Dictated(), process_group=pair)).detach()
+
+
 def test_a_refusal_on_one_rank_is_heard_by_all() -> None:
     group(3).run(refuse_alone)
     group(3).run(refuse_alone_in_a_part_of_the_world)
+    group(3).run(refuse_without_a_group)

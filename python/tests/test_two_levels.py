@@ -341,7 +341,7 @@ def break_down(rank: Rank, broken: int, part: str) -> str:
     run.train(range(3))
     before = debts(sync, run.mean_gradient())
     if rank.rank == broken:
-        getattr(sync._comm, part).fail_after(2, "the cable is cut")
+        getattr(sync._comm, part).fail_at(2, "the cable is cut")
     with pytest.raises(CommError) as failure:
         run.backward(3)
     assert run.mean_gradient().count_nonzero() == 0

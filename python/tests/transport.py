@@ -18,7 +18,7 @@ AGREE, STEP = 2, 6  # kinds of places
 
 def place_of(frame: Bytes) -> tuple[int, int] | None:
     """Where its sender is: the kind of the place, and the step; None if a frame before said it."""
-    if frame.size < 16:
+    if frame.size < 18:
         return None
     return int(frame[3]), int(frame[4:12].view(np.uint64)[0])
 

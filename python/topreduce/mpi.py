@@ -24,12 +24,14 @@ _FOR_LONG = 3.0  # seconds
 class Communicator(topreduce.Communicator):
     """A duplicate of `comm`, so that its messages never meet the program's own.
 
-    An error of MPI becomes CommError. A program that gives up must call MPI.COMM_WORLD.Abort(),
-    since MPI knows no time-out; `python -m mpi4py` does that for uncaught exceptions.
+    An error of MPI becomes CommError, and so does a rank of which nothing comes for `timeout`
+    seconds. A program that gives up must call MPI.COMM_WORLD.Abort(), since MPI itself knows no
+    time-out; `python -m mpi4py` does that for uncaught exceptions.
     """
 
-    def __init__(self, comm: MPI.Intracomm = MPI.COMM_WORLD) -> None:
+    def __init__(self, comm: MPI.Intracomm = MPI.COMM_WORLD, timeout: float = 1800.0) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
+        self.set_timeout(timeout)
         self._comm = comm.Dup()
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._sends: list[tuple[MPI.Request, _Bytes]] = []

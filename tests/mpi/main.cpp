@@ -8,6 +8,7 @@
 
 #include <gtest/gtest.h>
 
+#include "tests/mpi/faults.h"
 #include "tests/mpi/processes.h"
 #include "topreduce/comm/mpi.h"
 
@@ -33,6 +34,7 @@ int main(int argc, char** argv) {
   int rank = 0, ranks = 0;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &ranks);
+  if (argc > 2) topreduce::laws::lose_a_rank_in_a_step(argv[2]);
   if (argc > 1) {
     lose_a_rank(argv[1]);
     return 0;  // nobody noticed

@@ -11,10 +11,12 @@
 #include <thread>
 #include <utility>
 
+#include "topreduce/fingerprint.h"
+#include "topreduce/wire/checksum.h"
+#include "topreduce/wire/little_endian.h"
+
 namespace topreduce::comm {
 namespace {
-
-constexpr std::uint32_t kCollective = 0xffffffff;  // the exchange that collectives belong to
 
 // Stops at the largest number instead of wrapping round to a small one.
 std::size_t total(std::span<const std::size_t> counts) {
@@ -155,9 +157,10 @@ void Communicator::wait_for_any(std::uint64_t known) {
   if (mailbox_->version() != known) return;
   mailbox_->check(rank_);  // what is expected since may be expected of one that is lost
   if (!receive_frames()) return mailbox_->wait(known);
-  for (const Backoff backoff(spin()); mailbox_->version() == known; receive_frames()) {
+  for (const Backoff backoff(spin()); mailbox_->version() == known; mailbox_->lose_silent()) {
     pause(backoff);
     still_waiting(backoff.waited());
+    receive_frames();
   }
 }
 
@@ -192,6 +195,15 @@ void Communicator::misplaced(const std::string& text) const {
   throw std::invalid_argument(text);
 }
 
+void Communicator::set_timeout(std::chrono::milliseconds timeout) {
+  if (timeout <= std::chrono::milliseconds(0)) {
+    throw std::invalid_argument("set_timeout: a time-out must be positive, not " +
+                                std::to_string(timeout.count()) + " ms");
+  }
+  // Not so long that a clock would run over.
+  mailbox_->set_timeout(std::min<std::chrono::milliseconds>(timeout, std::chrono::hours(1 << 16)));
+}
+
 void Communicator::trim() {
   for (Outgoing& peer : outgoing_) {
     const std::size_t used = std::exchange(peer.longest, 0);
@@ -213,19 +225,33 @@ Tag Communicator::next_collective() {
   return {kCollective, collectives_++};
 }
 
-// Sends part_for(r) to every rank r; all bytes that came, in rank order, into `inbox`. Every
-// message starts with the call that it belongs to.
+// Every message starts with the call that it belongs to, and a checksum that also covers the place.
+std::array<std::byte, Communicator::kCollectiveHead> Communicator::head_of(
+    Call call, const Tag& tag, std::span<const std::byte> part) const {
+  std::array<std::byte, kCollectiveHead> head{static_cast<std::byte>(call)};
+  const Place& place = mailbox_->place();
+  const std::uint64_t seed = Fingerprint()
+                                 .add(tag.round)
+                                 .add(static_cast<std::uint64_t>(call))
+                                 .add(static_cast<std::uint64_t>(place.kind))
+                                 .add(place.step)
+                                 .long_value();
+  wire::store(head.data() + 1, static_cast<std::uint32_t>(wire::xxh64(part, seed)));
+  return head;
+}
+
+// Sends part_for(r) to every rank r; all bytes that came, in rank order, into `inbox`.
 template <class PartFor>
 void Communicator::exchange_parts(Call call, PartFor&& part_for, Inbox& inbox) {
   static constexpr std::array<const char*, 5> kNames = {"", "all_to_all", "all_gather", "broadcast",
                                                         "barrier"};
   if (size_ > 1) ++traffic_.rounds;
   const Tag tag = next_collective();
-  const auto head = static_cast<std::byte>(call);
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     expect(tag, peer);
-    post(peer, tag, {&head, 1}, part_for(peer));
+    const auto part = part_for(peer);
+    post(peer, tag, head_of(call, tag, part), part);
   }
   wait(tag, at(size_ - 1));
   drain();
@@ -233,22 +259,34 @@ void Communicator::exchange_parts(Call call, PartFor&& part_for, Inbox& inbox) {
   std::size_t bytes = 0;
   const auto own = part_for(rank_);
   for (int r = 0; r < size_; ++r) {
-    const std::size_t came = r == rank_ ? own.size() + 1 : message(tag, r).size();
-    if (came == 0 || (r != rank_ && message(tag, r)[0] != head)) {
-      const auto other = came == 0 ? 0 : static_cast<std::size_t>(message(tag, r)[0]);
-      const std::string name = other < kNames.size() ? kNames[other] : "something else";
-      release(tag);
-      throw CommError("ranks differ: rank " + std::to_string(rank_) + " called " +
-                      kNames[static_cast<std::size_t>(call)] + " while rank " + std::to_string(r) +
-                      " called " + name);
+    std::size_t count = own.size();
+    if (r != rank_) {
+      const auto part = message(tag, r);
+      const auto other = part.empty() ? std::size_t{0} : static_cast<std::size_t>(part[0]);
+      const auto title = [&] {
+        return mailbox_->title(rank_) + ", " + to_string(mailbox_->place(), tag);
+      };
+      if (part.size() < kCollectiveHead || other == 0 || other >= kNames.size() ||
+          !std::ranges::equal(
+              part.first(kCollectiveHead),
+              head_of(static_cast<Call>(other), tag, part.subspan(kCollectiveHead)))) {
+        throw WireError(title() + ", message from rank " + std::to_string(r) +
+                        ": the checksum is not right; it was damaged on its way");
+      }
+      if (other != static_cast<std::size_t>(call)) {
+        throw CommError(title() + ": ranks differ: rank " + std::to_string(rank_) + " called " +
+                        kNames[static_cast<std::size_t>(call)] + " while rank " +
+                        std::to_string(r) + " called " + kNames[other]);
+      }
+      count = part.size() - kCollectiveHead;
     }
-    inbox.counts.push_back(came - 1);
-    bytes += came - 1;
+    inbox.counts.push_back(count);
+    bytes += count;
   }
   inbox.bytes.clear();
   make_room(inbox.bytes, bytes);
   for (int r = 0; r < size_; ++r) {
-    append(inbox.bytes, r == rank_ ? own : message(tag, r).subspan(1));
+    append(inbox.bytes, r == rank_ ? own : message(tag, r).subspan(kCollectiveHead));
   }
   release(tag);
 }

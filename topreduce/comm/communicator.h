@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -79,6 +80,11 @@ class TOPREDUCE_API Communicator {
                     std::span<const std::byte> bytes);
   void flush();
 
+  /// How long a wait lasts for a peer of whom nothing comes: then it counts as lost, which is a
+  /// CommError. For ever, unless a transport says otherwise. What a rank computes between its calls
+  /// must take less on all ranks.
+  virtual void set_timeout(std::chrono::milliseconds timeout);
+
   /// Says that this rank waits for a message of `peer`; until it is there, losing the peer is an
   /// error.
   void expect(const Tag& tag, int peer) { mailbox_->expect(tag, peer); }
@@ -94,6 +100,8 @@ class TOPREDUCE_API Communicator {
   void poll();
   /// Before one waits: throws if what is expected will never come.
   void check_peers();
+  /// Before one waits for the first time: silence counts from here.
+  void start_waiting() { mailbox_->start_waiting(); }
   /// Sends what was posted, and waits until `count` messages of `tag` are here; any number of
   /// others may come in between, and `came` is called whenever some did.
   template <class Came>
@@ -173,6 +181,11 @@ class TOPREDUCE_API Communicator {
   friend class Decorator;
   enum class Call : std::uint8_t { all_to_all = 1, all_gather, broadcast, barrier };
 
+  /// Bytes before a part of a collective.
+  static constexpr std::size_t kCollectiveHead = 5;
+  std::array<std::byte, kCollectiveHead> head_of(Call call, const Tag& tag,
+                                                 std::span<const std::byte> part) const;
+
   void stay();
   void compare_places();
   template <class PartFor>
@@ -200,6 +213,7 @@ class TOPREDUCE_API Communicator {
 template <class Came>
 void Communicator::wait(const Tag& tag, std::size_t count, Came&& came) {
   flush();
+  start_waiting();
   for (;;) {
     const std::uint64_t known = version();
     const bool done = arrived(tag) >= count;

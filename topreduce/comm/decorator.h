@@ -12,6 +12,7 @@ class TOPREDUCE_API Decorator : public Communicator {
       : Communicator(inner.rank(), inner.size(), inner.mailbox_), inner_(&inner) {}
 
   void drain() override { inner_->drain(); }
+  void set_timeout(std::chrono::milliseconds timeout) override { inner_->set_timeout(timeout); }
   bool has_native_all_reduce() const override { return inner_->has_native_all_reduce(); }
 
  protected:

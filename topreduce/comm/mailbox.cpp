@@ -4,6 +4,7 @@
 #include <cassert>
 
 #include "topreduce/errors.h"
+#include "topreduce/wire/checksum.h"
 #include "topreduce/wire/little_endian.h"
 
 namespace topreduce::comm {
@@ -13,12 +14,14 @@ using wire::load;
 using wire::store;
 
 constexpr std::uint16_t kMagic = 0x5054;  // "TP"
-constexpr std::uint8_t kVersion = 4;
+constexpr std::uint8_t kVersion = 5;
 constexpr std::uint8_t kLastKind = static_cast<std::uint8_t>(Place::Kind::rebuild);
 constexpr std::uint8_t kDiffer = 0x80;    // beside the kind
 constexpr std::size_t kLeastRoom = 4096;  // bytes: short messages of any length share their memory
 
-constexpr std::size_t kMostVarint = 9;  // bytes
+constexpr std::size_t kMostVarint = 9;                     // bytes
+constexpr std::size_t kCheckAt = Mailbox::kFrameHead - 2;  // in the head of a frame
+constexpr auto kNever = Mailbox::Clock::time_point::max();
 
 enum class Head { whole, cut, bad };
 
@@ -50,6 +53,16 @@ Head read_head(std::span<const std::byte>& bytes, Tag& tag, std::size_t& length)
   return Head::whole;
 }
 
+// Of the head of a frame: a bit that changed on its way must not pass for another place.
+std::uint16_t check_of(const std::byte* head) {
+  return static_cast<std::uint16_t>(wire::xxh64({head, kCheckAt}, 0));
+}
+
+std::string in_milliseconds(Mailbox::Clock::duration time) {
+  return std::to_string(std::chrono::duration_cast<std::chrono::milliseconds>(time).count()) +
+         " ms";
+}
+
 }  // namespace
 
 std::string to_string(const Place& place) {
@@ -71,6 +84,26 @@ std::string to_string(const Place& place) {
   return "an unknown call";
 }
 
+Phase phase_of(const Place& place, const Tag& tag) {
+  if (tag.exchange == kVote) return Phase::vote;
+  if (tag.exchange != kCollective) return Phase::exchange;
+  return place.kind == Place::Kind::step ? Phase::exchange : Phase::agreement;
+}
+
+std::string to_string(const Place& place, const Tag& tag) {
+  const std::string text = to_string(place);
+  if (tag.exchange == kVote) return text + ", the vote";
+  if (tag.exchange == kNative) return text + ", an exchange by the transport's all-reduce";
+  if (tag.exchange != kCollective) {
+    return text + ", bucket of parameter " + std::to_string(tag.exchange);
+  }
+  switch (place.kind) {
+    case Place::Kind::agree: return text + ", the agreement";
+    case Place::Kind::order: return text + ", the order of buckets";
+    default: return text;
+  }
+}
+
 void append_varint(Bytes& out, std::uint64_t number) {
   for (; number >= 0x80; number >>= 7) out.push_back(static_cast<std::byte>(number | 0x80));
   out.push_back(static_cast<std::byte>(number));
@@ -87,6 +120,7 @@ void write_frame_head(std::uint32_t epoch, const Place& place, Places known, std
   store(out + 3, static_cast<std::uint8_t>(static_cast<std::uint8_t>(place.kind) | flag));
   store(out + 4, place.step);
   store(out + 12, epoch);
+  store(out + kCheckAt, check_of(out));
 }
 
 Mailbox::Mailbox(int ranks) : peers_(at(ranks)) {}
@@ -107,6 +141,7 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame, Bytes* buffer) 
   Peer& from = peers_[at(peer)];
   if (from.lost) return;
   ++version_;
+  from.since = Clock::now();
   changed_.notify_all();
   if (!frame.empty() && frame[0] == kShortHead && from.heard) {
     count_received(from, frame.size() - 1);  // how many frames there are is chance
@@ -122,6 +157,9 @@ void Mailbox::accept(int peer, std::span<const std::byte> frame, Bytes* buffer) 
     return lose_locked(peer, Loss::damaged,
                        "a frame of version " + std::to_string(version) + ", this is version " +
                            std::to_string(kVersion));
+  }
+  if (load<std::uint16_t>(frame.data() + kCheckAt) != check_of(frame.data())) {
+    return lose_locked(peer, Loss::damaged, "a frame whose head was damaged on its way");
   }
   if (kind > kLastKind) {
     return lose_locked(peer, Loss::damaged, "a frame of an unknown place");
@@ -224,6 +262,45 @@ std::vector<int> Mailbox::awaited() const {
   return ranks;
 }
 
+void Mailbox::set_timeout(Clock::duration timeout) {
+  const std::lock_guard lock(mutex_);
+  timeout_ = timeout;
+}
+
+void Mailbox::start_waiting() {
+  const std::lock_guard lock(mutex_);
+  if (timeout_ == Clock::duration::max()) return;
+  const auto now = Clock::now();
+  for (Peer& peer : peers_) peer.since = now;
+}
+
+void Mailbox::lose_silent() {
+  const std::lock_guard lock(mutex_);
+  lose_silent_locked();
+}
+
+// When the next peer has been silent for too long.
+Mailbox::Clock::time_point Mailbox::first_deadline() const {
+  auto first = kNever;
+  if (timeout_ == Clock::duration::max()) return first;
+  for (const Peer& peer : peers_) {
+    if (waits_for(peer) && !peer.lost) first = std::min(first, peer.since + timeout_);
+  }
+  return first;
+}
+
+void Mailbox::lose_silent_locked() {
+  if (timeout_ == Clock::duration::max()) return;
+  const auto now = Clock::now();
+  for (std::size_t r = 0; r < peers_.size(); ++r) {
+    const Peer& peer = peers_[r];
+    if (!waits_for(peer) || peer.lost || now - peer.since < timeout_) continue;
+    lose_locked(static_cast<int>(r), Loss::gone,
+                "is silent: nothing came of it for " + in_milliseconds(timeout_) +
+                    "; it may have died or stopped, or be busy for longer than the time-out");
+  }
+}
+
 bool Mailbox::waits_for(const Peer& peer) const {
   return peer.expected > 0 || (expects_all_ && peer.epoch < epoch_);
 }
@@ -240,6 +317,22 @@ std::string Mailbox::title(int rank) const {
 
 std::string Mailbox::name(int rank) const {
   return std::to_string(names_.empty() ? rank : names_[at(rank)]);
+}
+
+std::string Mailbox::whereabouts() const {
+  const std::lock_guard lock(mutex_);
+  return awaited_of(0, peers_.size());
+}
+
+// The place, and what is awaited there of peers from `first` to before `last`.
+std::string Mailbox::awaited_of(std::size_t first, std::size_t last) const {
+  for (const auto& slot : slots_) {
+    if (!slot->used || slot->epoch != epoch_) continue;
+    for (std::size_t r = first; r < last; ++r) {
+      if (slot->messages[r].expected) return to_string(place_, slot->tag);
+    }
+  }
+  return to_string(place_);
 }
 
 // ---- the rank itself ---------------------------------------------------------------------------
@@ -289,7 +382,7 @@ void Mailbox::expect(const Tag& tag, int peer) {
   Message& message = find_or_make(epoch_, tag).messages[at(peer)];
   if (message.here || message.expected) return;
   message.expected = true;
-  ++peers_[at(peer)].expected;
+  if (peers_[at(peer)].expected++ == 0) peers_[at(peer)].since = Clock::now();
 }
 
 std::size_t Mailbox::arrived(const Tag& tag) const {
@@ -318,7 +411,14 @@ std::uint64_t Mailbox::version() const {
 
 void Mailbox::wait(std::uint64_t known) {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return version_ != known; });
+  while (version_ == known) {
+    const auto deadline = first_deadline();
+    if (deadline == kNever) {
+      changed_.wait(lock);
+    } else if (changed_.wait_until(lock, deadline) == std::cv_status::timeout) {
+      lose_silent_locked();
+    }
+  }
 }
 
 void Mailbox::check(int rank) const {
@@ -327,7 +427,7 @@ void Mailbox::check(int rank) const {
     const Peer& peer = peers_[r];
     if (r == at(rank) || !peer.lost || !waits_for(peer)) continue;
     const std::string text =
-        title(rank) + ", " + to_string(place_) + ": rank " + name(static_cast<int>(r)) + " ";
+        title(rank) + ", " + awaited_of(r, r + 1) + ": rank " + name(static_cast<int>(r)) + " ";
     if (peer.loss == Loss::damaged) throw WireError(text + "sent " + peer.why);
     throw CommError(text + peer.why);
   }
@@ -339,14 +439,16 @@ void Mailbox::check_left(int rank) const {
   for (std::size_t r = 0; r < peers_.size() && !expects_all_; ++r) {
     const Peer& peer = peers_[r];
     if (r == at(rank) || peer.expected == 0 || peer.epoch <= epoch_) continue;
-    throw WireError(title(rank) + ", " + to_string(place_) + ": rank " + name(static_cast<int>(r)) +
-                    " has gone on to " + to_string(peer.places.back().place));
+    throw WireError(title(rank) + ", " + awaited_of(r, r + 1) + ": rank " +
+                    name(static_cast<int>(r)) + " has gone on to " +
+                    to_string(peer.places.back().place));
   }
 }
 
 void Mailbox::expect_all() {
   const std::lock_guard lock(mutex_);
   expects_all_ = true;
+  for (Peer& peer : peers_) peer.since = Clock::now();
 }
 
 bool Mailbox::differs() const {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -22,6 +23,9 @@ struct Tag {
   std::uint32_t round = 0;
   bool operator==(const Tag&) const = default;
 };
+/// The exchanges that collectives, votes and a transport's own all-reduces belong to; all others
+/// are numbered by a parameter.
+inline constexpr std::uint32_t kCollective = 0xffffffff, kVote = 0xfffffffe, kNative = 0xfffffffd;
 
 /// Where a rank is in its program. Ranks that exchange messages must be at the same place; those
 /// that are not find out, instead of waiting for each other or mixing up their messages.
@@ -44,13 +48,19 @@ struct TOPREDUCE_API Place {
 };
 TOPREDUCE_API std::string to_string(const Place& place);
 
+/// What a message is part of.
+enum class Phase : std::uint8_t { agreement, exchange, vote };
+TOPREDUCE_API Phase phase_of(const Place& place, const Tag& tag);
+/// The place, and there the part of the program that a message belongs to: "step 4, the vote".
+TOPREDUCE_API std::string to_string(const Place& place, const Tag& tag);
+
 /// How a peer was lost: nothing more will come of it, or its bytes cannot be used.
 enum class Loss { gone, damaged };
 
 /// What one rank has received. Frames are put in by whoever receives them, which may be another
 /// thread; messages are taken out by the rank's own thread. A frame is
 ///
-///   "TP" | version | place, 8 + 64 bits | epoch, 32 bits | any part of the stream of messages
+///   "TP" | version | place, 8 + 64 bits | epoch, 32 bits | check, 16 bits | any part of the stream
 ///
 /// or, if an earlier frame of the epoch has said all that, a short one:
 ///
@@ -65,7 +75,8 @@ enum class Loss { gone, damaged };
 /// rank has left for good is dropped, and what comes early waits.
 class TOPREDUCE_API Mailbox {
  public:
-  static constexpr std::size_t kFrameHead = 16;
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::size_t kFrameHead = 18;
   static constexpr std::byte kShortHead{'t'};
 
   explicit Mailbox(int ranks);
@@ -80,6 +91,9 @@ class TOPREDUCE_API Mailbox {
   void lose(int peer, Loss loss, const std::string& why);
   /// Peers that this rank waits for, unless they are lost.
   std::vector<int> awaited() const;
+
+  /// How long to wait for a peer of whom nothing comes; it is lost then.
+  void set_timeout(Clock::duration timeout);
 
   /// How errors call this rank, "rank 0 of 4", and the number that each rank has in them.
   void set_names(std::string title, std::vector<int> names);
@@ -104,8 +118,12 @@ class TOPREDUCE_API Mailbox {
 
   /// A number that changes whenever something comes.
   std::uint64_t version() const;
-  /// Until the version is another one than `known`.
+  /// Until the version is another one than `known`, or a peer has been silent for too long.
   void wait(std::uint64_t known);
+  /// This rank starts to wait: what peers did not send while it computed is no silence.
+  void start_waiting();
+  /// Loses the peers that this rank waits for, and of whom nothing came for too long.
+  void lose_silent();
 
   /// Throws CommError or WireError if a peer is lost of whom something is expected.
   void check(int rank) const;
@@ -120,6 +138,8 @@ class TOPREDUCE_API Mailbox {
   /// By rank, where the peers are in this epoch, in words.
   std::string places(int rank) const;
   std::string title(int rank) const;
+  /// Where this rank is, and what it waits for: "step 4, the vote".
+  std::string whereabouts() const;
 
   std::uint64_t bytes_received() const;
   std::uint64_t bytes_received_here() const;  ///< of this epoch
@@ -156,6 +176,7 @@ class TOPREDUCE_API Mailbox {
     Loss loss = Loss::gone;
     std::string why;
     std::size_t expected = 0;  // messages that this rank waits for
+    Clock::time_point since;   // how long it has waited for them without a word of this peer
     // The message that its stream is in the middle of.
     Tag tag;
     std::size_t missing = 0;  // bytes still to come
@@ -176,6 +197,9 @@ class TOPREDUCE_API Mailbox {
   void expect_nothing();
   const PeerPlace* place_of(const Peer& peer) const;  // in this epoch; null: not heard of
   bool waits_for(const Peer& peer) const;
+  std::string awaited_of(std::size_t first, std::size_t last) const;
+  Clock::time_point first_deadline() const;
+  void lose_silent_locked();
   void lose_locked(int peer, Loss loss, const std::string& why);
 
   mutable std::mutex mutex_;
@@ -189,6 +213,7 @@ class TOPREDUCE_API Mailbox {
   std::uint64_t bytes_received_ = 0;
   std::size_t longest_ = 0;  // message since the last `trim`
   bool expects_all_ = false;
+  Clock::duration timeout_ = Clock::duration::max();
   std::string title_;
   std::vector<int> names_;
 };

@@ -19,7 +19,7 @@ namespace {
 constexpr int kTag = 1;
 constexpr int kEveryone = -1;                                // as a peer: the call concerns all
 constexpr std::size_t kMostUnderWay = std::size_t{1} << 26;  // bytes to one peer
-constexpr std::chrono::seconds kForLong(3), kForever = std::chrono::hours(1 << 20);
+constexpr std::chrono::seconds kForLong(3);
 
 void expect_running() {
   int started = 0, ended = 0;
@@ -67,6 +67,12 @@ Mpi::Mpi(MPI_Comm comm, MpiLimits limits)
   sending_.resize(at(size()));
   receiving_.resize(at(size()));
   gone_.resize(at(size()));
+  set_timeout(limits.timeout);
+}
+
+void Mpi::set_timeout(std::chrono::milliseconds timeout) {
+  Communicator::set_timeout(timeout);
+  limits_.timeout = timeout;
 }
 
 Mpi::~Mpi() {
@@ -80,6 +86,7 @@ Mpi::~Mpi() {
   // receive them, and MPI may still use their memory: both stay for as long as MPI does.
   new Moves(std::move(sends_));
   new Moves(std::move(receives_));
+  new Buffer<float>(std::move(native_));
 }
 
 // Whether nothing is under way any more.
@@ -107,7 +114,7 @@ bool Mpi::take_leave() noexcept {
 
 // False if it is not done in time.
 template <class Done>
-bool Mpi::progress_until(Done&& done, std::chrono::seconds at_most) {
+bool Mpi::progress_until(Done&& done, std::chrono::milliseconds at_most) {
   using Clock = std::chrono::steady_clock;
   const auto end = Clock::now() + at_most;
   for (const Backoff backoff(limits_.spin); !done(); backoff.pause()) {
@@ -141,7 +148,9 @@ bool Mpi::wait_for_room(int peer, std::size_t bytes) {
     return gone_[at(peer)] != 0 || sending_[at(peer)] == 0 ||
            sending_[at(peer)] + bytes <= kMostUnderWay;
   };
-  if (!fits()) progress_until(fits, kForever);
+  if (!fits() && !progress_until(fits, limits_.timeout)) {
+    fail("it takes no more bytes; the time-out is over", peer);
+  }
   return gone_[at(peer)] == 0;
 }
 
@@ -271,7 +280,7 @@ void Mpi::check(int code, int peer) {
 
 void Mpi::fail(const std::string& what, int peer) {
   broken_ = true;
-  throw CommError("MPI on rank " + std::to_string(rank()) +
+  throw CommError("MPI on rank " + std::to_string(rank()) + ", " + mailbox().whereabouts() +
                   (peer == kEveryone ? "" : ", with rank " + std::to_string(peer)) + ": " + what);
 }
 
@@ -279,14 +288,20 @@ void Mpi::do_native_all_reduce(std::span<float> values) {
   constexpr std::size_t kMost = std::numeric_limits<int>::max();
   for (; !values.empty(); values = values.subspan(std::min(values.size(), kMost))) {
     const auto count = static_cast<int>(std::min(values.size(), kMost));
+    // A copy: should this rank give up, MPI may still write to it.
+    native_.assign(values.begin(), values.begin() + count);
     MPI_Request request = MPI_REQUEST_NULL;
-    check(MPI_Iallreduce(MPI_IN_PLACE, values.data(), count, MPI_FLOAT, MPI_SUM, comm_, &request),
+    check(MPI_Iallreduce(MPI_IN_PLACE, native_.data(), count, MPI_FLOAT, MPI_SUM, comm_, &request),
           kEveryone);
     int done = 0;
     for (const Backoff backoff(spin());; backoff.pause()) {
       check(MPI_Test(&request, &done, MPI_STATUS_IGNORE), kEveryone);
       if (done != 0) break;
+      if (backoff.waited() > limits_.timeout) {
+        fail("the all-reduce does not end; the time-out is over", kEveryone);
+      }
     }
+    std::copy_n(native_.begin(), count, values.begin());
   }
 }
 

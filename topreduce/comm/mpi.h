@@ -13,19 +13,21 @@ namespace topreduce::comm {
 
 /// How bytes are handed to MPI; the same on every rank.
 struct MpiLimits {
-  /// Longer frames travel in pieces of so many bytes, 17 at least; MPI counts with int.
+  /// Longer frames travel in pieces of so many bytes, 19 at least; MPI counts with int.
   std::size_t piece = std::size_t{1} << 30;
   /// How long a wait keeps its core busy before it naps between looks.
   std::chrono::microseconds spin{100};
+  /// How long to wait for a rank of which nothing comes; see Communicator::set_timeout.
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);
 };
 
 /// The ranks of an MPI communicator. Target topreduce::mpi.
 ///
 /// Works on a duplicate, so its messages never meet the program's own, and MPI's errors on it
 /// become CommError; after one, every further call throws CommError too. A rank that destroys it
-/// tells the others: those that still wait for it get CommError. MPI itself knows no time-out: a
-/// program that gives up in another way must call MPI_Abort, which ends the job on every rank,
-/// instead of leaving the others waiting.
+/// tells the others: those that still wait for it get CommError. So do those that wait for one that
+/// has died or stopped, once the time-out is over. MPI itself knows none: a program that got a
+/// CommError must end with MPI_Abort, since MPI_Finalize would wait for that rank for ever.
 class TOPREDUCE_API Mpi final : public Communicator {
  public:
   /// Collective over `comm`, between MPI_Init and MPI_Finalize; destroy it before the latter. If
@@ -37,6 +39,7 @@ class TOPREDUCE_API Mpi final : public Communicator {
   Mpi& operator=(const Mpi&) = delete;
 
   void drain() override;
+  void set_timeout(std::chrono::milliseconds timeout) override;
   bool has_native_all_reduce() const override { return true; }
 
  protected:
@@ -68,7 +71,7 @@ class TOPREDUCE_API Mpi final : public Communicator {
   void deliver(Frame&& frame);
   bool take_leave() noexcept;
   template <class Done>
-  bool progress_until(Done&& done, std::chrono::seconds at_most);
+  bool progress_until(Done&& done, std::chrono::milliseconds at_most);
 
   void check(int code, int peer);
   [[noreturn]] void fail(const std::string& what, int peer);
@@ -81,6 +84,7 @@ class TOPREDUCE_API Mpi final : public Communicator {
   std::vector<std::size_t> receiving_;  // frames under way from each peer
   std::vector<char> gone_;              // by peer: has left
   Spares spares_;
+  Buffer<float> native_;  // what MPI adds up
   std::vector<int> finished_;
   std::vector<MPI_Status> statuses_;
 };

@@ -30,13 +30,22 @@ class ThreadRank final : public Communicator {
  protected:
   // Backwards: as with any engine, the order is not that of the ranks.
   void do_native_all_reduce(std::span<float> values) override {
-    all_gather(std::as_bytes(values), inbox_);
+    if (std::exchange(epoch_, mailbox().epoch()) != mailbox().epoch()) natives_ = 0;
+    const Tag tag{kNative, natives_++};
+    const auto mine = std::as_bytes(std::span<const float>(values));
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer == rank()) continue;
+      expect(tag, peer);
+      post(peer, tag, {}, mine);
+    }
+    wait(tag, at(size() - 1));
+    own_.assign(mine.begin(), mine.end());
     std::ranges::fill(values, 0.0f);
     for (int r = size(); r-- > 0;) {
-      const auto part = inbox_.from(r);
+      const std::span<const std::byte> part = r == rank() ? own_ : message(tag, r);
       if (part.size() != values.size_bytes()) {
-        throw CommError("native all-reduce on rank " + std::to_string(rank()) + ": rank " +
-                        std::to_string(r) + " has another number of values");
+        throw CommError(mailbox().title(rank()) + ", " + to_string(mailbox().place(), tag) +
+                        ": rank " + std::to_string(r) + " has another number of values");
       }
       for (std::size_t i = 0; i < values.size(); ++i) {
         float value;
@@ -44,6 +53,7 @@ class ThreadRank final : public Communicator {
         values[i] += value;
       }
     }
+    release(tag);
   }
   void send_frame(int peer, std::span<const std::byte> frame) override {
     (*all_)[at(peer)]->accept(rank(), frame);
@@ -52,7 +62,8 @@ class ThreadRank final : public Communicator {
 
  private:
   std::shared_ptr<const Mailboxes> all_;
-  Inbox inbox_;
+  Bytes own_;
+  std::uint32_t epoch_ = 0, natives_ = 0;  // all-reduces of the epoch
 };
 
 // Whether an error says only that another rank went away, for whatever made it go.

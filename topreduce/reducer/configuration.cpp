@@ -60,7 +60,9 @@ void Reducer::Impl::agree_on_order(Communicator& communicator) {
     heard[i] = wire::load<std::uint32_t>(order_bytes.data() + i * sizeof(std::uint32_t));
   }
   if (!is_order(heard, layout.count())) {
-    throw WireError("step " + std::to_string(step) + ": rank 0 sent no order of the parameters");
+    throw WireError(communicator.mailbox().title(communicator.rank()) + ", step " +
+                    std::to_string(step) +
+                    ", the order of buckets: rank 0 sent no order of the parameters");
   }
   order = std::move(heard);
   order_is = Order::agreed;

@@ -367,6 +367,7 @@ void Reducer::Impl::progress() {
 }
 
 void Reducer::Impl::wait_for_all() {
+  comm->start_waiting();
   for (;;) {
     const std::uint64_t known = comm->version();
     start_complete_buckets();

@@ -261,4 +261,19 @@ void Reducer::Impl::abandon() noexcept {
   if (comm != nullptr) joint.leave();  // nothing is said there before the vote
   comm = nullptr;
 }
+
+// In a handler: drops the step and throws on. What failed between the ranks, some may have heard
+// and others not, settings and the order of buckets among it: they compare anew.
+void Reducer::Impl::fail() {
+  abandon();
+  try {
+    throw;
+  } catch (const CommError&) {
+    agreed_ranks = 0;
+    throw;
+  } catch (const WireError&) {
+    agreed_ranks = 0;
+    throw;
+  }
+}
 }  // namespace topreduce

@@ -53,6 +53,7 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   void participate(const Participation& participation);
   void finish();
   void abandon() noexcept;
+  [[noreturn]] void fail();
 
   void expect_closed(const char* caller) const;
   std::size_t mark_added(std::span<const std::size_t> parameters);

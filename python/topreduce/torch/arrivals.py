@@ -18,7 +18,7 @@ class Arrivals:
     ) -> None:
         self._store, self._names, self._occasion = store, names, occasion
         self._key = f"{occasion} {rank}"
-        self.patience = min(_LONGEST, timeout.total_seconds())
+        self.patience = min(_LONGEST, timeout.total_seconds() / 2)
         self._checked_in: float | None = None  # when this rank did
 
     def check_in(self) -> None:

@@ -79,8 +79,7 @@ def attach(
     the ranks every so many steps, and raise DriftError on all of them, with the rank that differs;
     0 for never. `commit_if`: asked on this rank before a step is committed; if it says no,
     backward() raises CommError, and since other ranks may have committed, `rebuild()` must follow.
-    A rank whose model is not DDP can tell the default process
-    group that it refuses; those of another group wait for their time-out.
+    A rank that refuses tells those that wait for it.
     """
     if dist.GroupMember.NON_GROUP_MEMBER in (group, replicas):
         raise ValueError("this rank is not in the group: call attach on the ranks of the group")

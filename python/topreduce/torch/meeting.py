@@ -7,10 +7,16 @@ has a connection leaves nobody waiting:
     meeting <n>/here                     how many have come
     meeting <n>/attempts                 how often all that had come left, since time ran out
     meeting <n>/outcome                  empty once all are here; or who refused, and why
+    meeting <n>/refuser                  its number in the default group
+    meeting <n>/elsewhere                there if the refusal was meant for another group
+
+Who refuses because it has no group to speak of does so in the default one. Those that wait for it
+in another group look there too, and all others pass over that meeting.
 """
 
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -25,6 +31,7 @@ from topreduce.torch.arrivals import Arrivals, explain
 
 T = TypeVar("T")
 
+_GLANCE = 0.5  # seconds between looks at the default group
 STORE_PATIENCE = 2.0  # seconds; the machine that holds the store may be the one that died
 
 
@@ -69,6 +76,8 @@ def meet(group: Group, names: Sequence[int], timeout: timedelta) -> Store:
     """
     title = getattr(group, "title", "") or f"rank {group.rank()} of {group.size()}"
     met, failure = attempt(lambda: _meet(group, names, timeout))
+    while met is not None and met.refusal and met.place.check(["elsewhere"]):
+        met, failure = attempt(lambda: _meet(group, names, timeout))
     if met is None:
         raise CommError(
             f"{title}: cannot reach the store of torch.distributed, where ranks meet: "
@@ -99,16 +108,43 @@ def _meet(group: Group, names: Sequence[int], timeout: timedelta) -> _Met:
     arrivals.check_in()
     if place.add("here", 1) == ranks:
         place.set("outcome", "")
-    _, failure = attempt(lambda: place.wait(["outcome"], timeout))
+    failure, refusal = _wait_for_outcome(group, place, timeout)
     if failure:
         absent = arrivals.absent(0)
         left = place.add("here", -1)
         if left == 0:
             place.add("attempts", 1)
         if left < ranks - 1:  # else the last one came just now
-            return _Met(place, absent=absent)
+            return _Met(place, refusal) if refusal else _Met(place, absent=absent)
     store.add(_meetings(rank), 1)
     return _Met(place, legible(place.get("outcome")))
+
+
+def _wait_for_outcome(group: Group, place: Store, timeout: timedelta) -> tuple[str, str]:
+    """Why there is none, if so; and who of the group has refused in the default one, and why."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        left = deadline - time.monotonic()
+        glance = timedelta(seconds=max(0.001, min(left, _GLANCE)))
+        _, failure = attempt(partial(place.wait, ["outcome"], glance))
+        refusal = _refused_elsewhere(group) if failure else ""
+        if not failure or refusal or left <= _GLANCE:
+            return failure, refusal
+
+
+def _refused_elsewhere(group: Group) -> str:
+    """What a rank of this group said in the default one; it is heard then."""
+    world = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup) or world is None or group is world:
+        return ""
+    store, place = _next_place(world)
+    if not place.check(["refuser", "outcome"]):
+        return ""
+    if int(place.get("refuser")) not in dist.get_process_group_ranks(group):
+        return ""
+    place.set("elsewhere", "")
+    store.add(_meetings(world.rank()), 1)
+    return legible(place.get("outcome"))
 
 
 def refuse(groups: Sequence[Group], error: Exception) -> None:
@@ -119,6 +155,7 @@ def refuse(groups: Sequence[Group], error: Exception) -> None:
         store, place = _next_place(group)
         names = getattr(group, "ranks", range(group.size()))  # a circle has names of its own
         word = f"rank {names[group.rank()]}: {type(error).__name__}: {error}"
+        place.set("refuser", str(dist.get_rank()))
         place.set("outcome", sendable(word))
         store.add(_meetings(group.rank()), 1)
 

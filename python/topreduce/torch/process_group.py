@@ -169,11 +169,17 @@ class GroupCommunicator(Communicator):
                 lambda: dist.ProcessGroupGloo(store, self.rank, self.size, timeout=self.timeout)
             )
             if failure:
-                raise CommError(f"{self.title}: reduce=native: no connection by Gloo: {failure}")
+                raise CommError(
+                    f"{self.title}, {self.whereabouts()}: reduce=native: no connection by Gloo: "
+                    f"{failure}"
+                )
         tensor = torch.from_numpy(values)
         _, failure = attempt(lambda: self._gloo.allreduce([tensor]).wait())
         if failure:
-            raise CommError(f"{self.title}: reduce=native: Gloo's all-reduce failed: {failure}")
+            raise CommError(
+                f"{self.title}, {self.whereabouts()}, an exchange by reduce=native: Gloo's "
+                f"all-reduce failed: {failure}"
+            )
 
     def waits(self, peer: int) -> None:
         self._signs[peer] = self._waited
