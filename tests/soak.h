@@ -303,22 +303,22 @@ inline std::string to_string(const SoakReport& report) {
     all += count;
   }
   char text[1000];
-  std::snprintf(text, sizeof text,
-                "steps tried          %llu, committed by all ranks %llu, by some %llu\n"
-                "faults               %llu (%s)\n"
-                "errors of survivors  %llu, the last one knew after %.3f s at most\n"
-                "runs                 %llu, rebuilds %llu, resumes %llu\n"
-                "hangs 0, lost entries 0 of %llu\n"
-                "memory               %.1f MB at most in the second quarter, %.1f in the last\n",
-                static_cast<unsigned long long>(report.steps),
-                static_cast<unsigned long long>(report.committed),
-                static_cast<unsigned long long>(report.behind),
-                static_cast<unsigned long long>(all), faults.c_str(),
-                static_cast<unsigned long long>(report.errors), report.slowest,
-                static_cast<unsigned long long>(report.runs),
-                static_cast<unsigned long long>(report.rebuilds),
-                static_cast<unsigned long long>(report.resumes),
-                static_cast<unsigned long long>(report.entries), report.early_mb, report.late_mb);
+  std::snprintf(
+      text, sizeof text,
+      "steps tried          %llu, committed by all ranks %llu, by some %llu\n"
+      "faults               %llu (%s)\n"
+      "errors of survivors  %llu, the last one knew after %.3f s at most\n"
+      "runs                 %llu, rebuilds %llu, resumes %llu\n"
+      "conservation         looked at for %llu entries; the first that is lost ends the soak\n"
+      "memory               %.1f MB at most in the second quarter, %.1f in the last\n",
+      static_cast<unsigned long long>(report.steps),
+      static_cast<unsigned long long>(report.committed),
+      static_cast<unsigned long long>(report.behind), static_cast<unsigned long long>(all),
+      faults.c_str(), static_cast<unsigned long long>(report.errors), report.slowest,
+      static_cast<unsigned long long>(report.runs),
+      static_cast<unsigned long long>(report.rebuilds),
+      static_cast<unsigned long long>(report.resumes),
+      static_cast<unsigned long long>(report.entries), report.early_mb, report.late_mb);
   return text;
 }
 

@@ -46,7 +46,7 @@ def die_in_the_vote(rank: Rank) -> Any:
     sync = attach_at_once(run.ddp, **EXACT, verify_every=1)
     run.train(range(4))
     if rank.rank == 3:
-        sync._comm.fail_after(4, "killed")  # three of the exchange, one word of the vote
+        sync._comm.fail_at(1, "killed", "vote")  # one word of the vote has gone
     before, model = owed(sync), run.digest()
     try:
         run.train(range(4, 5))
@@ -158,7 +158,7 @@ def pause(rank: Rank, settings: dict[str, Any]) -> None:
     run.train(range(3))
     undisturbed.train(range(8))
     if rank.rank == 1:
-        sync._comm.fail_after(1, "pulled the plug")
+        sync._comm.fail_at(1, "pulled the plug")
     with pytest.raises(CommError, match="rebuild"):
         run.backward(3)
     world = dist.group.WORLD
