@@ -397,7 +397,12 @@ def refuse(rank: Rank) -> None:
     hooked.weight.register_post_accumulate_grad_hook(lambda p: None)
     for model, options, error, words in (
         (nn.Linear(2, 2), {}, TypeError, r"group=torch\.distributed\.group\.WORLD"),
-        (nn.Linear(2, 2), {"group": "all"}, TypeError, "group must be a process group, not str"),
+        (
+            nn.Linear(2, 2),
+            {"group": "all"},
+            TypeError,
+            "group must be a process group or Ranks, not str",
+        ),
         (ddp, {"group": world}, ValueError, "its own process group"),
         (nn.Sequential(ddp), {"group": world}, ValueError, "0 is a DistributedDataParallel, which"),
         (hooked, {"group": world}, ValueError, "weight has a post-accumulate hook.*optimizer"),

@@ -14,6 +14,7 @@ from topreduce import Layout, Reducer
 from topreduce.torch.ddp_kind import DDPKind
 from topreduce.torch.device import GradientDevice, device_of
 from topreduce.torch.eligibility import check_parameter, check_type
+from topreduce.torch.fsdp import local_part
 from topreduce.torch.fsdp_kind import FSDPKind
 from topreduce.torch.gradients import stored_shape
 from topreduce.torch.kinds import Kind, Parameters
@@ -128,7 +129,7 @@ def attach(
     )
     surroundings.forgotten = kind.debts()
     reducer.commit_if(commit_if)
-    verifier = Verifier(parameters.values(), kind.local, verify_every)
+    verifier = Verifier(parameters.values(), local_part, verify_every)
     steps = Steps(reducer, comm, surroundings, verifier)
     return Sync(reducer, comm, steps, kind.start(steps, reducer, parameters, device))
 

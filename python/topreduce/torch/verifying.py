@@ -1,5 +1,6 @@
 """The drift alarm: a fingerprint of the parameters, compared over the ranks every so many steps."""
 
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -36,14 +37,16 @@ class Verifier:
         self, parameters: Iterable[Tensor], local: Callable[[Tensor], Tensor], every: int
     ) -> None:
         """`parameters` in one order on all ranks; `local`: what this rank holds of one. `every`: 0
-        for never.
+        for never. The parameters own what owns this.
         """
-        self._parameters, self._local = list(parameters), local
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._local = local
         self._every = every
 
     def look(self) -> int:
         """A fingerprint of the parameters as they are."""
-        return fingerprint_of(map(self._local, self._parameters))
+        alive = (parameter() for parameter in self._parameters)
+        return fingerprint_of(self._local(each) for each in alive if each is not None)
 
     def fingerprint(self, step: int) -> int | None:
         """Of the parameters; None if this step does not compare them."""
