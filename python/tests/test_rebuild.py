@@ -273,7 +273,8 @@ def refuse(rank: Rank) -> None:
     assert world is not None
     with pytest.raises(ValueError, match=r"start such a run anew, and load\(\)"):
         shards.rebuild(world, optimizer=())
-    gone = attach_at_once(Run(rank).ddp, **USUAL)
+    run = Run(rank)
+    gone = attach_at_once(run.ddp, **USUAL)
     with pytest.raises(ValueError, match="needs a process group"):
         gone.rebuild(Ranks.alone(), optimizer=())
     gone.detach()

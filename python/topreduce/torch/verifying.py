@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from topreduce._core import fingerprint
 
@@ -30,6 +31,11 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
+def _reference(parameter: Tensor) -> Callable[[], Tensor | None]:
+    # FSDP's root owns shards by itself, and cannot exchange them while there are weak references.
+    return (lambda: parameter) if isinstance(parameter, DTensor) else weakref.ref(parameter)
+
+
 class Verifier:
     """Says in which steps the ranks compare their parameters, and what they have."""
 
@@ -39,7 +45,7 @@ class Verifier:
         """`parameters` in one order on all ranks; `local`: what this rank holds of one. `every`: 0
         for never. The parameters own what owns this.
         """
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._parameters = [_reference(parameter) for parameter in parameters]
         self._local = local
         self._every = every
 
