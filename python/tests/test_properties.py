@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stepping import Floats, flat_owed, random_buckets, run_step, snapshot
-from transport import AGREE, STEP, Bytes, Mail, QueueRank, place_of, run_threads
+from transport import AGREE, STEP, Bytes, Mail, QueueRank, place_of, run_threads, start_of
 
 import topreduce
 from topreduce import CommError, Communicator, Layout, Reducer, WireError, run_ranks
@@ -157,11 +157,10 @@ class Damaging(QueueRank):
             self._is_there = self._is_there if place is None else place[0] == self.kind
             self.frames += self._is_there
             if self._is_there and self.frames == self.at:
-                frame = np.frombuffer(self._damage(frame.tobytes()), np.uint8)
+                frame = np.frombuffer(self._damage(frame.tobytes(), start_of(frame)), np.uint8)
         super().accept(peer, frame)
 
-    def _damage(self, frame: bytes) -> bytes:
-        start = 1 if frame[:1] == b"t" else 16
+    def _damage(self, frame: bytes, start: int) -> bytes:
         ends = [i for i in range(start, len(frame)) if frame[i] < 128][:3]  # of three numbers
         number, length = frame[ends[1] + 1 : ends[2] + 1], 0
         for place, byte in enumerate(number):

@@ -14,11 +14,17 @@ Bytes = NDArray[np.uint8]
 T = TypeVar("T")
 _PATIENCE = 60.0  # seconds
 AGREE, STEP = 2, 6  # kinds of places
+_FRAME_HEAD = 18  # bytes, of a frame that says where its sender is
+
+
+def start_of(frame: Bytes) -> int:
+    """Where its messages start."""
+    return 1 if frame[0] == ord("t") else _FRAME_HEAD
 
 
 def place_of(frame: Bytes) -> tuple[int, int] | None:
     """Where its sender is: the kind of the place, and the step; None if a frame before said it."""
-    if frame.size < 18:
+    if start_of(frame) == 1:
         return None
     return int(frame[3]), int(frame[4:12].view(np.uint64)[0])
 
