@@ -7,6 +7,7 @@ int main() {
   topreduce::run_ranks(4, [](topreduce::Communicator& comm) {
     topreduce::Reducer reducer(topreduce::Layout({{"weight", {10, 10}}}),
                                "topk:density=0.1,values=fp32");  // what arrives is not rounded
+    // A training begins with dense steps: ",warmup_steps=10,ramp_steps=100".
     std::vector<float> gradient(100, 0.01f);
     gradient[static_cast<std::size_t>(10 * comm.rank())] = 4;
     reducer.average(comm, gradient);

@@ -55,7 +55,7 @@ void Reducer::add(std::span<const std::size_t> parameters, std::span<float> grad
     if (impl_->on_device) {
       throw std::invalid_argument("add: gradients must stay on the device, see on_device");
     }
-    impl_->add(parameters, gradient, most);
+    impl_->add("add", parameters, gradient, most);
   } catch (...) {
     impl_->fail();
   }
@@ -65,7 +65,7 @@ void Reducer::lend(std::span<const std::size_t> parameters, std::span<float> gra
   const FloatMode mode;
   try {
     if (impl_->on_device) throw std::invalid_argument("lend: gradients must stay on the device");
-    impl_->add(parameters, gradient, most, true);
+    impl_->add("lend", parameters, gradient, most, true);
   } catch (...) {
     impl_->fail();
   }
@@ -88,9 +88,10 @@ void Reducer::add_on_device(std::span<const std::size_t> parameters, float most)
   const FloatMode mode;
   try {
     if (!impl_->on_device) {
-      throw std::invalid_argument("add: gradients must come to main memory, see on_device");
+      throw std::invalid_argument(
+          "add_on_device: gradients must come to main memory, see on_device");
     }
-    impl_->add(parameters, {}, most);
+    impl_->add("add_on_device", parameters, {}, most);
   } catch (...) {
     impl_->fail();
   }
@@ -129,7 +130,7 @@ void Reducer::participate(const Participation& participation) {
 }
 
 void Reducer::verify(std::uint64_t fingerprint) {
-  if (impl_->comm == nullptr) throw std::invalid_argument("verify: no step is open");
+  impl_->expect_open("verify");
   impl_->parameters_seen = fingerprint;
 }
 
@@ -149,13 +150,23 @@ const StepStats& Reducer::average(Communicator& comm, std::span<float> gradient)
     all.resize(impl_->layout.count());
     std::iota(all.begin(), all.end(), std::size_t{0});
   }
+  impl_->expect_closed("average");
   begin(comm);
-  add(all, gradient);
-  return finish();
+  const FloatMode mode;
+  try {
+    if (impl_->on_device) {
+      throw std::invalid_argument("average: gradients must stay on the device, see on_device");
+    }
+    impl_->add("average", all, gradient, std::numeric_limits<float>::max());
+    impl_->finish();
+  } catch (...) {
+    impl_->fail();
+  }
+  return impl_->stats;
 }
 
-void Reducer::abandon() noexcept {
-  impl_->abandon();
+void Reducer::abandon(std::string_view why) noexcept {
+  impl_->abandon(why);
 }
 
 RebuildPlan Reducer::plan_rebuild(Communicator& comm) {

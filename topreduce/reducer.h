@@ -126,8 +126,9 @@ class TOPREDUCE_API Reducer {
   /// memory. `configure` may change it.
   bool on_device() const;
 
-  /// Drops an open step, as an exception does.
-  void abandon() noexcept;
+  /// Drops an open step, as an exception does. `why` stands in the error of a call that still
+  /// expects it.
+  void abandon(std::string_view why = {}) noexcept;
 
   /// After a CommError, or when ranks come or go: what the ranks of a new group have to do to go on
   /// together. Changes nothing. Collective over the new ranks; std::invalid_argument on all of them

@@ -358,7 +358,7 @@ void enter(Communicator& self, std::string_view call, std::uint64_t step) {
        {"agree", Kind::agree},
        {"configure", Kind::configure},
        {"bypass", Kind::bypass},
-       {"resume", Kind::resume},
+       {"compress", Kind::compress},
        {"load", Kind::load},
        {"step", Kind::step}}};
   for (const auto& [name, kind] : kCalls) {
@@ -419,7 +419,8 @@ void bind_comm(nb::module_& module) {
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("size", &Communicator::size)
       .def("enter", &enter, "call"_a, "step"_a = 0,
-           "Start another part of the program: 'attach', 'agree', 'configure', 'bypass', 'resume', "
+           "Start another part of the program: 'attach', 'agree', 'configure', 'bypass', "
+           "'compress', "
            "'load' or\n'step'. Ranks that are at different places get ValueError, all of them.")
       .def_prop_ro("in_step", &Communicator::in_step,
                    "Whether no peer waits for more of what was entered last.")

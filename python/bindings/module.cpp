@@ -6,11 +6,21 @@
 
 namespace nb = nanobind;
 
+namespace {
+
+// Never thrown. In its place topreduce.torch makes torch.distributed.DistError the base of
+// CommError, which Python allows between classes that both add what a class in Python has to
+// RuntimeError.
+class NetworkError : public std::exception {};
+
+}  // namespace
+
 NB_MODULE(_core, module) {
   nb::set_leak_warnings(false);  // a library does not print, whatever is still alive at exit
   module.doc() = "topreduce's C++ core.";
   module.attr("__version__") = topreduce::version();
-  nb::exception<topreduce::CommError>(module, "CommError", PyExc_RuntimeError);
+  const auto base = nb::exception<NetworkError>(module, "NetworkError", PyExc_RuntimeError);
+  nb::exception<topreduce::CommError>(module, "CommError", base);
   nb::exception<topreduce::WireError>(module, "WireError", PyExc_RuntimeError);
   nb::exception<topreduce::DriftError>(module, "DriftError", PyExc_RuntimeError);
   bind_stats(module);

@@ -76,6 +76,17 @@ Spec with_settings(Spec spec, const nb::kwargs& settings) {
   return spec;
 }
 
+// In a handler: what the exception says.
+std::string current_words() {
+  try {
+    throw;
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "";
+  }
+}
+
 // A Reducer that keeps the arrays of an open step, and its communicator, alive.
 struct Owner {
   Owner(const Layout& layout, std::string_view method, const nb::kwargs& settings)
@@ -100,9 +111,16 @@ struct Owner {
       const nb::gil_scoped_release release;
       reducer.add(parameters, floats, most);
     } catch (...) {
-      abandon();
+      abandon(current_words());
       throw;
     }
+  }
+
+  StepStats average(const nb::object& communicator, const nb::object& gradient) {
+    auto& comm = nb::cast<Communicator&>(communicator);
+    const std::span<float> floats = writable_floats("average", gradient);
+    const nb::gil_scoped_release release;
+    return reducer.average(comm, floats);
   }
 
   void add_many(const nb::sequence& gradients, bool lent) {
@@ -134,7 +152,7 @@ struct Owner {
         }
       }
     } catch (...) {
-      abandon();
+      abandon(current_words());
       throw;
     }
   }
@@ -146,7 +164,7 @@ struct Owner {
       reducer.relocate(parameters, floats);
       hold(parameters, gradient);  // and no longer what was there before
     } catch (...) {
-      abandon();
+      abandon(current_words());
       throw;
     }
   }
@@ -158,7 +176,7 @@ struct Owner {
       reducer.deliver_to(parameters, floats);
       places_held.push_back(std::move(means));
     } catch (...) {
-      abandon();
+      abandon(current_words());
       throw;
     }
   }
@@ -169,7 +187,7 @@ struct Owner {
       const nb::gil_scoped_release release;
       reducer.add_on_device(parameters, most);
     } catch (...) {
-      abandon();
+      abandon(current_words());
       throw;
     }
   }
@@ -217,7 +235,7 @@ struct Owner {
       const nb::gil_scoped_release release;
       return reducer.progress();
     } catch (...) {
-      abandon();
+      abandon(current_words());
       throw;
     }
   }
@@ -230,8 +248,8 @@ struct Owner {
     return reducer.finish();
   }
 
-  void abandon() {
-    reducer.abandon();
+  void abandon(std::string_view why = {}) {
+    reducer.abandon(why);
     held.clear();
     places_held.clear();
     comm_held.reset();
@@ -332,6 +350,11 @@ void bind_reducer(nb::module_& module) {
           nb::sig("def commit_if(self, allows: collections.abc.Callable[[], bool] | None) -> None"),
           "Ask this before a step is committed on this rank; if it says no, `finish` raises "
           "CommError,\nand other ranks may have committed: see `rebuild`. None: nobody is asked.")
+      .def("average", &Owner::average, "comm"_a, "gradient"_a.none(),
+           nb::sig("def average(self, comm: Communicator, gradient: "
+                   "numpy.typing.NDArray[numpy.float32]) -> StepStats"),
+           "A whole step, for gradients that lie in one float32 array in the order of the layout:\n"
+           "each becomes the mean over the ranks.")
       .def("begin", &Owner::begin, "comm"_a, "loss_scale"_a = 1.0f,
            nb::sig("def begin(self, comm: Communicator, loss_scale: float = 1.0) -> None"),
            "Open a step; gradients come, and leave, multiplied by `loss_scale`; 0 where that is\n"
@@ -395,7 +418,8 @@ void bind_reducer(nb::module_& module) {
           "gradients, over\nthe ranks: `finish` raises DriftError on all of them, with those that "
           "differ.")
       .def("finish", &Owner::finish, "Replace every gradient with the mean over the ranks.")
-      .def("abandon", &Owner::abandon, "Drop an open step.")
+      .def(
+          "abandon", [](Owner& self) { self.abandon(); }, "Drop an open step.")
       .def(
           "plan_rebuild",
           [](Owner& self, Communicator& comm) { return self.reducer.plan_rebuild(comm); }, "comm"_a,
@@ -439,8 +463,8 @@ void bind_reducer(nb::module_& module) {
           "bypass", [](Owner& self) { self.reducer.set_mode(Reducer::Mode::bypass); },
           "From the next step on average densely; what is owed waits.")
       .def(
-          "resume", [](Owner& self) { self.reducer.set_mode(Reducer::Mode::compress); },
-          "Compress again after `bypass`.")
+          "compress", [](Owner& self) { self.reducer.set_mode(Reducer::Mode::compress); },
+          "End `bypass`: from the next step on compress again.")
       .def_prop_ro("bypassed",
                    [](const Owner& self) { return self.reducer.mode() == Reducer::Mode::bypass; })
       .def(

@@ -51,6 +51,14 @@ void bind_stats(nb::module_& module) {
   field("finite", &StepStats::finite, "False: some rank had an infinity or NaN; nothing was kept.");
   stats.def_prop_ro("seconds", &seconds, "Seconds by stage, in the order the data flows.");
   fields->append("seconds");
+  stats.def("__repr__", [](nb::handle self) {
+    std::string words;
+    for (nb::handle name : *fields) {
+      words += (words.empty() ? "" : ", ") + nb::cast<std::string>(name) + "=" +
+               nb::repr(nb::getattr(self, name)).c_str();
+    }
+    return "StepStats(" + words + ")";
+  });
   stats.def(
       "as_dict",
       [](nb::handle self) {

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -435,7 +436,7 @@ def change_course(rank: Rank) -> None:
     run.backward(3)
     assert torch.equal(run.mean_gradient(), rank_order_sum(alone) / rank.ranks)
     assert torch.equal(owed(sync), debt)
-    sync.resume()
+    sync.compress()
     run.train(range(4, 5))
     assert sync.stats()["density"] == 0.1
     assert not torch.equal(owed(sync), debt)
@@ -453,8 +454,8 @@ def change_course(rank: Rank) -> None:
             sync.configure(**changes)
         assert sync.state_dict().keys() == state.keys()
         assert sync.state_dict()["settings/density"] == "0.1"
-    with pytest.raises(ValueError, match=r"rank 0: bypass\(\).*; rank 1: resume\(\)"):
-        sync.resume() if rank.rank else sync.bypass()
+    with pytest.raises(ValueError, match=r"rank 0: bypass\(\).*; rank 1: compress\(\)"):
+        sync.compress() if rank.rank else sync.bypass()
     assert torch.equal(owed(sync), debt)
     run.train(range(5, 6))
     assert sync.stats()["density"] == 0.1
@@ -572,12 +573,46 @@ def watch(rank: Rank, folder: str) -> None:
             ddp(torch.ones(2, 700)).backward()
             sync.log(writer)
         sync.log(writer, step=77)
+    flat = sync.scalars()
+    assert flat["topreduce/bytes_sent"] == sync.stats()["bytes_sent"]
+    assert flat["topreduce/seconds/network"] == sync.stats()["seconds"]["network"]
+    assert all(type(value) is float for value in flat.values())
+    assert flat.keys() == set(EventAccumulator(folder).Reload().Tags()["scalars"])
     assert curve(folder, "topreduce/bytes_sent")[2] == (2, sync.stats()["bytes_sent"])
     assert [step for step, _ in curve(folder, "topreduce/seconds/network")] == [0, 1, 2, 77]
     assert curve(folder, "topreduce/density")[3] == (77, pytest.approx(0.01))
 
     assert len(curve(folder, "topreduce/hidden")) == 4
     assert re.search(r"dense 19\d+ \(9\d\.\d% saved\), waited \d+\.\d+ s>", repr(sync))
+
+
+def step_with_adam(rank: Rank) -> None:
+    """A word about fused Adam, once, where it matters."""
+    for size, method, fused, warned in (
+        (1100, "topk, bucket", False, 1),
+        (1100, "topk, bucket", True, 0),
+        (1100, "dense", False, 0),
+        (10, "topk, bucket", False, 0),
+    ):
+        ddp = DistributedDataParallel(torch.nn.Linear(size, 1000))
+        sync = attach(ddp, method)
+        other = torch.nn.Linear(size, 1000)
+        other(torch.ones(1, size)).sum().backward()
+        optimizers = [torch.optim.AdamW(each.parameters(), fused=fused) for each in (other, ddp)]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                ddp(torch.ones(1, size)).sum().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+        about = [str(each.message) for each in caught if "fused=True" in str(each.message)]
+        assert len(about) == warned, (size, method, fused, about)
+        assert not about or about[0].startswith("on a CPU, AdamW takes about twice as long")
+        sync.detach()
+
+
+def test_a_hint_about_fused_adam() -> None:
+    group(2).run(step_with_adam)
 
 
 def test_curves(tmp_path: Path) -> None:

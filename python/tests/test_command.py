@@ -85,8 +85,9 @@ def test_an_unknown_method_suggests_the_nearest(capsys: pytest.CaptureFixture[st
     assert shown == ""
     assert "unknown method 'tpok'; did you mean 'topk'?" in errors
     assert "known: " + ", ".join(NAMES) in errors
-    assert main(["methods", "xyz"]) == 2
-    assert "did you mean" not in capsys.readouterr().err
+    for nothing_like_it in ("xyz", "nope"):
+        assert main(["methods", nothing_like_it]) == 2
+        assert "did you mean" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,23 @@ def test_a_wrong_command_line(arguments: list[str], capsys: pytest.CaptureFixtur
     shown, errors = capsys.readouterr()
     assert shown == ""
     assert errors.startswith("usage: topreduce")
+
+
+def test_parts_that_need_more_are_imported_when_they_are_used() -> None:
+    program = """
+import sys, topreduce
+assert not {"torch", "mpi4py"} & sys.modules.keys()
+assert not hasattr(topreduce, "nothing")
+sys.modules["torch"] = None  # as if it were not there
+try:
+    topreduce.torch
+except ModuleNotFoundError as error:
+    assert "pip install torch" in str(error), error
+del sys.modules["torch"]
+assert topreduce.torch.attach.__module__ == "topreduce.torch.attachment"
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_as_a_process() -> None:

@@ -325,7 +325,7 @@ def test_what_is_owed_moves_when_the_method_changes() -> None:
                 if change == "bypass":
                     reducer.bypass()
                 else:
-                    reducer.resume()
+                    reducer.compress()
                     reducer.configure(method=change)
             twins.step(comm, gradient_of(comm.rank, step), buckets_of(step))
             places.append(twins.there.on_device)

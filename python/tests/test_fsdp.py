@@ -455,7 +455,7 @@ def settings_together(rank: Rank) -> None:
     sync.bypass()
     usual_step(model, sync, 1)
     assert "bypassed" in repr(sync) and f"rank {rank.rank} (replica" in repr(sync)
-    sync.resume()
+    sync.compress()
     usual_step(model, sync, 2)
     assert sync.stats()["step"] == 2
 

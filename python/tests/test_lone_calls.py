@@ -54,7 +54,7 @@ def call_alone(rank: Rank, settings: dict[str, Any]) -> str:
     calls = {
         r"configure\(\)": lambda: sync.configure(density=0.5),
         r"bypass\(\)": sync.bypass,
-        r"resume\(\)": sync.resume,
+        r"compress\(\)": sync.compress,
     }
     debt = owed(sync)
     for name, call in calls.items():

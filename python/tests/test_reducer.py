@@ -49,6 +49,32 @@ def test_the_mean_is_written_into_the_callers_array() -> None:
         assert mean.tolist() == ((gradient(0) + gradient(1)) / np.float32(2)).tolist()
 
 
+def test_average_is_a_whole_step() -> None:
+    def body(comm: Communicator) -> tuple[Floats, Floats, bytes]:
+        mine, same = gradient(comm.rank), gradient(comm.rank)
+        reducer, other = (Reducer(LAYOUT, "topk", density=0.2) for _ in range(2))
+        stats = reducer.average(comm, mine)
+        run_step(other, comm, same, [EVERYTHING])
+        assert stats.step == 0 and stats.bytes_sent == other.stats.bytes_sent > 0
+        assert snapshot(reducer) == snapshot(other)
+        with pytest.raises(ValueError, match="average: the gradient has 25 entries"):
+            Reducer(LAYOUT, "topk").average(alone(), gradient(size=25))
+        return mine, same, mine.tobytes()
+
+    results = run_ranks(3, body)
+    for mine, same, _ in results:
+        assert mine.tolist() == same.tolist()
+    assert len({bits for *_, bits in results}) == 1
+
+
+def test_the_cost_of_a_step_is_readable() -> None:
+    stats = used_reducer().stats
+    words = repr(stats)
+    assert words.startswith("StepStats(step=0, entries=26, budget=6, ")
+    for name, value in stats.as_dict().items():
+        assert f"{name}={value!r}" in words
+
+
 def test_buckets_may_be_views_of_one_buffer() -> None:
     buffer = gradient()
     whole = buffer.copy()
@@ -199,7 +225,7 @@ def test_bypass_and_resume() -> None:
     mean, _ = run_step(reducer, alone(), gradient(1), [EVERYTHING])
     assert mean.tolist() == gradient(1).tolist()
     assert reducer.owed("weight").tolist() == owed.tolist()
-    reducer.resume()
+    reducer.compress()
     assert (reducer.bypassed, reducer.density) == (False, 0.2)
 
 
@@ -250,11 +276,16 @@ def test_a_wrong_array_is_refused_not_copied(kind: str, granularity: str) -> Non
     wrong = make(gradient(1))
     content = np.array(wrong).tolist()
     reducer.begin(alone())
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=f"add: .*{words}"):
         reducer.add(EVERYTHING, wrong)
     assert np.array(wrong).tolist() == content
-    with pytest.raises(ValueError, match="no step is open"):
+    dropped = rf"no step is open: step 1 was dropped \(add: .*{words}.*\); begin it again"
+    with pytest.raises(ValueError, match=f"finish: {dropped}"):
         reducer.finish()
+    with pytest.raises(ValueError, match=f"add: {dropped}"):
+        reducer.add(EVERYTHING, gradient(1))
+    with pytest.raises(ValueError, match=f"average: .*{words}"):
+        reducer.average(alone(), wrong)
     assert snapshot(reducer) == before
     run_step(reducer, alone(), gradient(1), [EVERYTHING])
 

@@ -123,7 +123,8 @@ def refuse_alone(rank: Rank) -> None:
         (nn.Linear(2, 2), {}, "TypeError", r"not Linear: wrap it first"),
         (attached, {}, "ValueError", r"attached already: detach\(\) its handle first"),
         (odd, {}, "TypeError", r"not Odd(\x1b|\\x1b)\[31m: wrap"),
-        (ddp, {"method": None}, "TypeError", "expected string"),
+        (ddp, {"method": None}, "TypeError", 'method must be a name such as "topk", not None$'),
+        (ddp, {"method": 0.01}, "TypeError", 'as "topk", not 0.01: write density=0.01$'),
     ]
     for model, arguments, kind, message in wrong:
         with pytest.raises(

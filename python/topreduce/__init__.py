@@ -1,8 +1,13 @@
 """Averages gradients over slow networks by sending only the entries that matter.
 
-``topreduce.torch.attach(ddp_model, "topk", density=0.01)`` is the line that PyTorch users add; it
-is imported explicitly, so that this package does not need torch.
+``topreduce.torch.attach(ddp_model, "topk", density=0.01)`` is the line that PyTorch users add.
+``topreduce.torch`` and ``topreduce.mpi`` are imported when they are first used, so this package
+needs neither torch nor mpi4py.
 """
+
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from topreduce._core import (
     CommError,
@@ -17,6 +22,10 @@ from topreduce._core import (
 )
 from topreduce.catalog import methods
 
+if TYPE_CHECKING:
+    from topreduce import mpi as mpi
+    from topreduce import torch as torch
+
 __all__ = [
     "CommError",
     "Communicator",
@@ -29,3 +38,9 @@ __all__ = [
     "methods",
     "run_ranks",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in ("mpi", "torch"):
+        return import_module(f"topreduce.{name}")
+    raise AttributeError(f"module 'topreduce' has no attribute {name!r}")

@@ -81,7 +81,7 @@ def _methods(arguments: argparse.Namespace) -> Iterable[str]:
 def _find(methods: list[Item], name: str) -> Item:
     names = [method["name"] for method in methods]
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
         hint = f"did you mean '{near[0]}'? " if near else ""
         raise ValueError(f"unknown method '{name}'; {hint}known: {', '.join(names)}")
     return methods[names.index(name)]

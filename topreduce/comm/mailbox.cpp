@@ -74,7 +74,7 @@ std::string to_string(const Place& place) {
       return "the first step after settings or a state changed, step " + step;
     case Place::Kind::configure: return "configure() before step " + step;
     case Place::Kind::bypass: return "bypass() before step " + step;
-    case Place::Kind::resume: return "resume() before step " + step;
+    case Place::Kind::compress: return "compress() before step " + step;
     case Place::Kind::load: return "load()";
     case Place::Kind::rebuild: return "rebuild()";
     case Place::Kind::step:
@@ -421,15 +421,19 @@ void Mailbox::wait(std::uint64_t known) {
   }
 }
 
+std::string Mailbox::noticed_by(int rank, std::size_t peer) const {
+  return "; noticed by " + title(rank) + ", " + awaited_of(peer, peer + 1);
+}
+
 void Mailbox::check(int rank) const {
   const std::lock_guard lock(mutex_);
   for (std::size_t r = 0; r < peers_.size(); ++r) {
     const Peer& peer = peers_[r];
     if (r == at(rank) || !peer.lost || !waits_for(peer)) continue;
-    const std::string text =
-        title(rank) + ", " + awaited_of(r, r + 1) + ": rank " + name(static_cast<int>(r)) + " ";
-    if (peer.loss == Loss::damaged) throw WireError(text + "sent " + peer.why);
-    throw CommError(text + peer.why);
+    const std::string culprit = "rank " + name(static_cast<int>(r)) + " ";
+    const std::string notice = noticed_by(rank, r);
+    if (peer.loss == Loss::damaged) throw WireError(culprit + "sent " + peer.why + notice);
+    throw CommError(culprit + peer.why + notice);
   }
 }
 
@@ -439,9 +443,8 @@ void Mailbox::check_left(int rank) const {
   for (std::size_t r = 0; r < peers_.size() && !expects_all_; ++r) {
     const Peer& peer = peers_[r];
     if (r == at(rank) || peer.expected == 0 || peer.epoch <= epoch_) continue;
-    throw WireError(title(rank) + ", " + awaited_of(r, r + 1) + ": rank " +
-                    name(static_cast<int>(r)) + " has gone on to " +
-                    to_string(peer.places.back().place));
+    throw WireError("rank " + name(static_cast<int>(r)) + " has gone on to " +
+                    to_string(peer.places.back().place) + noticed_by(rank, r));
   }
 }
 

@@ -36,7 +36,7 @@ struct TOPREDUCE_API Place {
     agree,
     configure,
     bypass,
-    resume,
+    compress,
     step,
     order,
     load,
@@ -198,6 +198,7 @@ class TOPREDUCE_API Mailbox {
   const PeerPlace* place_of(const Peer& peer) const;  // in this epoch; null: not heard of
   bool waits_for(const Peer& peer) const;
   std::string awaited_of(std::size_t first, std::size_t last) const;
+  std::string noticed_by(int rank, std::size_t peer) const;
   Clock::time_point first_deadline() const;
   void lose_silent_locked();
   void lose_locked(int peer, Loss loss, const std::string& why);

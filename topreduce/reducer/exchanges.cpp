@@ -46,6 +46,14 @@ Regime Reducer::Impl::regime_of_step() const {
   return bits < whole.values * of_value ? Regime::compress : Regime::dense;
 }
 
+void Reducer::Impl::expect_open(const char* caller) const {
+  if (comm != nullptr) return;
+  const std::string why = dropped.empty() ? "; call begin first"
+                                          : ": step " + std::to_string(step) + " was dropped (" +
+                                                dropped + "); begin it again";
+  throw std::invalid_argument(std::string(caller) + ": no step is open" + why);
+}
+
 void Reducer::Impl::expect_closed(const char* caller) const {
   if (comm == nullptr) return;
   throw std::invalid_argument(std::string(caller) + ": a step is open; finish or abandon it first");
@@ -64,6 +72,7 @@ void Reducer::Impl::begin(Communicator& communicator, float scale) {
   communicator.enter({comm::Place::Kind::step, step});
   joint.enter(step);
   comm = &communicator;
+  dropped.clear();
   ranks = comm->size();
   voting = false;
   doubt.reset();
@@ -102,16 +111,17 @@ void Reducer::Impl::begin(Communicator& communicator, float scale) {
   }
 }
 // Checks a bucket and marks its parameters; returns how many entries they have.
-std::size_t Reducer::Impl::mark_added(std::span<const std::size_t> parameters) {
-  if (comm == nullptr) throw std::invalid_argument("add: no step is open; call begin first");
+std::size_t Reducer::Impl::mark_added(const char* caller, std::span<const std::size_t> parameters) {
+  expect_open(caller);
   std::size_t size = 0;
   for (const std::size_t id : parameters) {
     if (id >= layout.count()) {
-      throw std::invalid_argument("add: there is no parameter " + std::to_string(id) +
-                                  "; the layout has " + std::to_string(layout.count()));
+      throw std::invalid_argument(std::string(caller) + ": there is no parameter " +
+                                  std::to_string(id) + "; the layout has " +
+                                  std::to_string(layout.count()));
     }
     if (added[id]++ != 0) {
-      throw std::invalid_argument("add: parameter '" + layout[id].name +
+      throw std::invalid_argument(std::string(caller) + ": parameter '" + layout[id].name +
                                   "' was added twice in step " + std::to_string(step));
     }
     size += layout[id].size;
@@ -122,13 +132,14 @@ std::size_t Reducer::Impl::mark_added(std::span<const std::size_t> parameters) {
   return size;
 }
 
-void Reducer::Impl::add(std::span<const std::size_t> parameters, std::span<float> gradient,
-                        float most, bool lent) {
+void Reducer::Impl::add(const char* caller, std::span<const std::size_t> parameters,
+                        std::span<float> gradient, float most, bool lent) {
   if (!(most > 0)) {
-    throw std::invalid_argument("add: most must be a positive number, not " + std::to_string(most));
+    throw std::invalid_argument(std::string(caller) + ": most must be a positive number, not " +
+                                std::to_string(most));
   }
-  const std::size_t size = mark_added(parameters);
-  if (!on_device) expect_entries("add", gradient.size(), size);
+  const std::size_t size = mark_added(caller, parameters);
+  if (!on_device) expect_entries(caller, gradient.size(), size);
   std::size_t start = 0;
   for (const std::size_t id : parameters) {
     held[id] = {on_device ? gradient : gradient.subspan(start, layout[id].size), most, lent, {}};
@@ -143,7 +154,7 @@ void Reducer::Impl::go_on() {
 }
 
 void Reducer::Impl::deliver_to(std::span<const std::size_t> parameters, std::span<float> means) {
-  if (comm == nullptr) throw std::invalid_argument("deliver_to: no step is open");
+  expect_open("deliver_to");
   std::size_t size = 0;
   for (const std::size_t id : parameters) {
     if (id >= layout.count() || added[id] == 0 || !held[id].lent) {
@@ -169,7 +180,7 @@ Segment* Reducer::Impl::started_segment(std::size_t parameter) {
 }
 
 void Reducer::Impl::relocate(std::span<const std::size_t> parameters, std::span<float> gradient) {
-  if (comm == nullptr) throw std::invalid_argument("relocate: no step is open");
+  expect_open("relocate");
   if (on_device) throw std::invalid_argument("relocate: gradients stay on the device");
   std::size_t size = 0;
   for (const std::size_t id : parameters) {
@@ -238,8 +249,7 @@ void Reducer::Impl::start(std::size_t index) {
 }
 
 void Reducer::Impl::participate(const Participation& participation) {
-  if (comm == nullptr)
-    throw std::invalid_argument("participate: no step is open; call begin first");
+  expect_open("participate");
   for (const std::size_t id : participation.unused) {
     if (id >= layout.count()) {
       throw std::invalid_argument("participate: there is no parameter " + std::to_string(id) +

@@ -20,7 +20,7 @@ constexpr const char* kNativeAdvice =
 }  // namespace
 
 void Reducer::Impl::finish() {
-  if (comm == nullptr) throw std::invalid_argument("finish: no step is open; call begin first");
+  expect_open("finish");
   if (missing != 0) {
     std::string names;
     for (std::size_t id = 0, shown = 0; id < layout.count() && shown < 5; ++id) {
@@ -247,7 +247,14 @@ void Reducer::Impl::spoil() {
   }
 }
 
-void Reducer::Impl::abandon() noexcept {
+void Reducer::Impl::abandon(std::string_view why) noexcept {
+  if (comm != nullptr) {
+    try {
+      dropped = why;
+    } catch (...) {  // no memory for the reason
+      dropped.clear();
+    }
+  }
   in_flight.clear();
   if (std::exchange(voting, false)) keep_for_later();
   for (const auto& bucket : buckets) {
@@ -265,14 +272,21 @@ void Reducer::Impl::abandon() noexcept {
 // In a handler: drops the step and throws on. What failed between the ranks, some may have heard
 // and others not, settings and the order of buckets among it: they compare anew.
 void Reducer::Impl::fail() {
-  abandon();
   try {
     throw;
-  } catch (const CommError&) {
+  } catch (const CommError& error) {
+    abandon(error.what());
     agreed_ranks = 0;
     throw;
-  } catch (const WireError&) {
+  } catch (const WireError& error) {
+    abandon(error.what());
     agreed_ranks = 0;
+    throw;
+  } catch (const std::exception& error) {
+    abandon(error.what());
+    throw;
+  } catch (...) {
+    abandon();
     throw;
   }
 }

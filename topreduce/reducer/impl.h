@@ -46,17 +46,18 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   void plan_buckets();
 
   void begin(Communicator& communicator, float scale);
-  void add(std::span<const std::size_t> parameters, std::span<float> gradient, float most,
-           bool lent = false);
+  void add(const char* caller, std::span<const std::size_t> parameters, std::span<float> gradient,
+           float most, bool lent = false);
   void deliver_to(std::span<const std::size_t> parameters, std::span<float> means);
   void relocate(std::span<const std::size_t> parameters, std::span<float> gradient);
   void participate(const Participation& participation);
   void finish();
-  void abandon() noexcept;
+  void abandon(std::string_view why = {}) noexcept;
   [[noreturn]] void fail();
 
+  void expect_open(const char* caller) const;
   void expect_closed(const char* caller) const;
-  std::size_t mark_added(std::span<const std::size_t> parameters);
+  std::size_t mark_added(const char* caller, std::span<const std::size_t> parameters);
   Bucket& holder_of(std::size_t parameter);
   Segment* started_segment(std::size_t parameter);
   void start_complete_buckets();
@@ -126,6 +127,7 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
 
   // The open step.
   Communicator* comm = nullptr;
+  std::string dropped;  // why the last one was, until another begins
   bool voting = false;  // others may commit the step
   comm::Traffic traffic_before;
   float loss_scale = 1;

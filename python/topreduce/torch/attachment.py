@@ -66,27 +66,29 @@ def attach(
     mesh of one dimension.
 
     Collective over all ranks that train it; if one refuses, or they differ in model, method,
-    settings or version, all of them raise and nothing is attached. What is None has the method's
-    default; `topreduce methods` lists them. The first `warmup_steps` (10) are dense, then the
-    density falls geometrically over `ramp_steps` (100). `bucket_cap_mb`: gradients that are
-    exchanged together, as they become ready; DDP's own buckets do not matter. `keep_dense`:
-    patterns such as "*norm*" for parameters that are never cut. `scaler`: the GradScaler that
-    multiplies your loss, so that what is owed is kept without its factor. `local_group`, for DDP:
-    the ranks of this rank's machine, as a process group, or "host" for those of one host name and
-    boot; gradients are then averaged inside each machine first, and one rank of each exchanges,
-    and owes.
-    `timeout`: how long to wait for a peer that is silent, which may just be busy; None waits as
-    long as the model's process group. `verify_every`: compare the parameters, and the means, over
-    the ranks every so many steps, and raise DriftError on all of them, with the rank that differs;
-    0 for never. `commit_if`: asked on this rank before a step is committed; if it says no,
-    backward() raises CommError, and since other ranks may have committed, `rebuild()` must follow.
-    A rank that refuses tells those that wait for it.
+    settings or version, all of them raise and nothing is attached. Arguments left as None use the
+    method's default; `topreduce methods` lists them.
+
+    `method`: a name, or one with settings such as "topk:density=0.01". `density`: the share of
+    entries that each rank sends; the first `warmup_steps` (10) are dense, then the density falls
+    geometrically over `ramp_steps` (100). `bucket_cap_mb`: gradients that are exchanged together,
+    as they become ready; DDP's own buckets do not matter. `keep_dense`: patterns such as "*norm*"
+    for parameters that are sent whole in every step. `scaler`: the GradScaler that multiplies your
+    loss, so that what is owed is kept without its factor. `local_group`, for DDP: the ranks of this
+    rank's machine, as a process group, or "host" for those of one host name and boot; gradients are
+    then averaged inside each machine first, and one rank of each exchanges, and owes. `timeout`:
+    how long to wait for a peer that is silent, which may just be busy; None waits as long as the
+    model's process group. `verify_every`: compare the parameters, and the means, over the ranks
+    every so many steps, and raise DriftError on all of them, with the rank that differs; 0 for
+    never. `commit_if`: asked on this rank before a step is committed; if it says no, backward()
+    raises CommError, and since other ranks may have committed, `rebuild()` must follow.
     """
     if dist.GroupMember.NON_GROUP_MEMBER in (group, replicas):
         raise ValueError("this rank is not in the group: call attach on the ranks of the group")
     kind: Kind | None = None
     try:
         kind = _kind_of(model, group, replicas)
+        _check_method(method)
         if kind.is_attached():
             raise ValueError("this model is attached already: detach() its handle first")
         if local_group is not None and not isinstance(kind, DDPKind):
@@ -125,7 +127,13 @@ def attach(
         comm.close(f"attach: {error}")
         raise
     surroundings = Surroundings(
-        kind.model, kind.module, parameters.values(), kind.frozen(), scaler, kind.advice
+        kind.model,
+        kind.module,
+        parameters.values(),
+        kind.frozen(),
+        scaler,
+        kind.advice,
+        sparse=reducer.spec["method"] != "dense",
     )
     surroundings.forgotten = kind.debts()
     reducer.commit_if(commit_if)
@@ -143,6 +151,13 @@ def _kind_of(model: object, group: object, replicas: object) -> Kind:
         return FSDPKind(model, replicas)
     assert isinstance(group, (dist.ProcessGroup, Ranks))
     return ModuleKind(model, group)
+
+
+def _check_method(method: object) -> None:
+    if isinstance(method, str):
+        return
+    meant = f": write density={method!r}" if isinstance(method, float) else ""
+    raise TypeError(f'method must be a name such as "topk", not {method!r}{meant}')
 
 
 def _or_default(given: int | None, name: str, method: str, default: int) -> int | None:

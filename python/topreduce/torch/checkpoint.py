@@ -108,7 +108,7 @@ def unpack(saved: Mapping[str, Any], reducer: Reducer, rank: int, ranks: int) ->
     if own["bypassed"]:
         reducer.bypass()
     else:
-        reducer.resume()
+        reducer.compress()
 
 
 def few(words: Iterable[str]) -> str:

@@ -1,6 +1,6 @@
 """What a handle shows of its steps: a line, and curves."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 
@@ -10,20 +10,21 @@ class Writer(Protocol):
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object: ...
 
 
-def write(stats: Mapping[str, Any], writer: Writer, step: int | None) -> None:
-    """Every number of a step as one point of a curve."""
-    number = stats["step"] if step is None else step
-    for name, value in scalars(stats):
-        writer.add_scalar(f"topreduce/{name}", value, number)
+def write(numbers: Mapping[str, float], writer: Writer, step: int) -> None:
+    """Each as one point of a curve."""
+    for name, value in numbers.items():
+        writer.add_scalar(name, value, step)
 
 
-def scalars(stats: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Names and numbers; those of a stage as "seconds/look"."""
+def scalars(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Names and numbers; those of a stage as "topreduce/seconds/look"."""
+    numbers: dict[str, float] = {}
     for name, value in stats.items():
         if isinstance(value, Mapping):
-            yield from ((f"{name}/{part}", float(each)) for part, each in value.items())
+            numbers |= {f"topreduce/{name}/{part}": float(each) for part, each in value.items()}
         elif name != "step" and isinstance(value, (int, float)):
-            yield name, float(value)
+            numbers[f"topreduce/{name}"] = float(value)
+    return numbers
 
 
 def cost(stats: Mapping[str, Any], ranks: int) -> str:

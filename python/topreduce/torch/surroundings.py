@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from topreduce.torch.optimizers import FusedHint
 from topreduce.torch.scaling import Scaler, ScalerWatch
 
 
@@ -31,9 +32,11 @@ class Surroundings:
         frozen: Mapping[str, torch.nn.Parameter],
         scaler: Scaler | None,
         advice: str,
+        *,
+        sparse: bool,
     ) -> None:
         """`module`: the model, or what it wraps. `parameters`: those to average; `frozen`: all
-        others, and what to do if they are thawed.
+        others, and `advice`: what to do if they are thawed. `sparse`: means have many zeros.
         """
         self._known = False  # what is owed, since the last step
         self.forgotten = ""  # how the model came to a state whose debts are not known here
@@ -41,7 +44,9 @@ class Surroundings:
         self._advice = advice
         self._frozen = dict(frozen)
         self._scaler = scaler
-        self._scaler_watch = ScalerWatch(parameters, scaler)
+        averaged = list(parameters)
+        self._scaler_watch = ScalerWatch(averaged, scaler)
+        self._fused_hint = FusedHint(averaged if sparse else ())
         notice = _LoadNotice(weakref.ref(self))
         self._handle = module.register_load_state_dict_post_hook(notice)  # type: ignore[no-untyped-call]
 
@@ -86,6 +91,7 @@ class Surroundings:
     def release(self) -> None:
         self._handle.remove()
         self._scaler_watch.release()
+        self._fused_hint.release()
 
 
 class _LoadNotice:

@@ -1,7 +1,7 @@
 """The handle that attach() returns."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -55,32 +55,70 @@ class Sync:
         """`stats()` of the last 1000 steps, oldest first."""
         return [dict(step) for step in self._steps.history]
 
+    def scalars(self) -> dict[str, float]:
+        """The numbers of `stats()` by flat names, such as "topreduce/seconds/look".
+
+        What wandb.log(), mlflow.log_metrics() and Lightning's log_dict() take.
+        """
+        return report.scalars(self.stats())
+
     def log(self, writer: report.Writer, step: int | None = None) -> None:
-        """Writes `stats()` to a TensorBoard SummaryWriter, under "topreduce/".
+        """Writes `scalars()` to a TensorBoard SummaryWriter.
 
         `step`: where the points stand; None for the number of the step.
         """
-        report.write(self.stats(), writer, step)
+        stats = self.stats()
+        report.write(report.scalars(stats), writer, stats["step"] if step is None else step)
 
-    def configure(self, **changes: object) -> None:
+    def configure(
+        self,
+        method: str | None = None,
+        *,
+        density: float | None = None,
+        granularity: str | None = None,
+        bucket_cap_mb: float | None = None,
+        values: str | None = None,
+        feedback: str | None = None,
+        select: str | None = None,
+        keep_dense: str | Sequence[str] | None = None,
+        warmup_steps: int | None = None,
+        ramp_steps: int | None = None,
+        seed: int | None = None,
+        **settings: object,
+    ) -> None:
         """Changes settings from the next step on, e.g. density=0.001; what is owed stays.
 
-        Collective: every rank must make the same changes before the same step. If they differ, or
-        one is not possible, all ranks raise ValueError and nothing changes.
+        The arguments are those of `attach`; what is None does not change. Collective: every rank
+        must make the same changes before the same step. If they differ, or one is not possible,
+        all ranks raise ValueError and nothing changes.
         """
-        settings = {name: as_setting(value) for name, value in changes.items()}
-        words = ", ".join(f"{name}={value}" for name, value in sorted(settings.items()))
+        given = {
+            "method": method,
+            "density": density,
+            "granularity": granularity,
+            "bucket_cap_mb": bucket_cap_mb,
+            "values": values,
+            "feedback": feedback,
+            "select": select,
+            "keep_dense": keep_dense,
+            "warmup_steps": warmup_steps,
+            "ramp_steps": ramp_steps,
+            "seed": seed,
+            **settings,
+        }
+        changes = {name: as_setting(each) for name, each in given.items() if each is not None}
+        words = ", ".join(f"{name}={value}" for name, value in sorted(changes.items()))
         self._together(
-            "configure", f"configure({words})", lambda: self._reducer.configure(**settings)
+            "configure", f"configure({words})", lambda: self._reducer.configure(**changes)
         )
 
     def bypass(self) -> None:
         """From the next step on plain dense averages; what is owed waits. Collective."""
         self._together("bypass", "bypass()", self._reducer.bypass)
 
-    def resume(self) -> None:
-        """Ends `bypass`. Collective."""
-        self._together("resume", "resume()", self._reducer.resume)
+    def compress(self) -> None:
+        """Ends `bypass`: from the next step on gradients are compressed again. Collective."""
+        self._together("compress", "compress()", self._reducer.compress)
 
     @property
     def step(self) -> int:

@@ -52,7 +52,7 @@ class _OnTwoLevels(Reducer):
         self._attendance = self._note((), "present", "ranks")
         self._fingerprint = 0  # of the parameters; 0: they are not compared in the open step
         self._seconds = 0.0  # for the open step, inside the machine
-        self.resume()
+        self.compress()
 
     # A machine that is alone has nobody to compress for: its steps are dense, whatever is asked.
 
@@ -64,9 +64,9 @@ class _OnTwoLevels(Reducer):
         super().bypass()
         self._bypassed = True
 
-    def resume(self) -> None:
+    def compress(self) -> None:
         if self._levels.ledgers > 1:
-            super().resume()
+            super().compress()
         else:
             super().bypass()
         self._bypassed = False
