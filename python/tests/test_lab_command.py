@@ -88,8 +88,8 @@ def test_a_training_of_sharded_models(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_training_on_the_clock_of_a_race(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = "--local --hosts 2 --rounds 1 --steps 4 --evaluate-every 2 --seeds 2 --clock race"
-    methods = "dense,topk:density=0.05,warmup_steps=1,ramp_steps=0,post_local_sgd:2"
+    words = "--local --hosts 2 --rounds 1 --steps 4 --evaluate-every 2 --seeds 2 --compute 1ms"
+    methods = "dense,bf16,topk:density=0.05,warmup_steps=1,ramp_steps=0,post_local_sgd:2,diloco:2"
     out = tmp_path / "a.json"
     code = lab("train", *words.split(), *TINY, "--methods", methods, "--out", str(tmp_path))
     assert code == 0, capsys.readouterr().err
@@ -98,7 +98,7 @@ def test_a_training_on_the_clock_of_a_race(
     assert [(run["label"].split(":")[0], run["seed"]) for run in results["runs"]] == [
         (name, seed)
         for seed in (0, 1)
-        for name in ("dense", "dense (A/A)", "topk", "post_local_sgd")
+        for name in ("dense", "dense (A/A)", "bf16", "topk", "post_local_sgd", "diloco")
     ]
     for run in results["runs"]:
         steps = [each["step"] for each in run["evaluations"]]
@@ -106,13 +106,17 @@ def test_a_training_on_the_clock_of_a_race(
         if run["label"] == "dense":
             assert steps == [0, 2, 4]
         assert len(run["density"]) == (len(run["losses"]) if "topk" in run["spec"] else 0)
-    dense, again, sparse = results["runs"][:3]
+    dense, again, halved, sparse = results["runs"][:4]
+    assert halved["losses"][0] == pytest.approx(dense["losses"][0])
+    assert dense["evaluations"][-1]["loss"] < dense["evaluations"][0]["loss"], "it really trained"
+    assert results["workload"]["compute"] == 0.001
     assert dense["losses"][0] != again["losses"][0], "other weights and batches"
     assert sparse["density"][0] == 1, "the warm-up"
     assert sparse["density"][-1] < 0.2
     assert {row["spec"] for row in results["race"]} == {
         "noop",
         "dense",
+        "bf16",
         "topk:density=0.05,warmup_steps=1,ramp_steps=0",
     }
     printed = capsys.readouterr().out
@@ -144,6 +148,34 @@ def test_the_demo_works_without_a_network_of_its_own(
     assert str(tmp_path / "report.html") in printed
 
 
+OWN = """
+import torch
+
+class Task:
+    def __init__(self):
+        self.model = torch.nn.Linear(5, 1)
+
+    def loss(self, model, rank, step):
+        generator = torch.Generator().manual_seed(100 * step + rank + 10**6)
+        inputs = torch.randn(8, 5, generator=generator)
+        return (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+"""
+
+
+def test_a_model_of_the_users(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models_of_mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    words = "train --local --hosts 2 --rounds 1 --steps 4 --evaluate-every 2 --methods dense,topk"
+    code = lab(*words.split(), "--model", "models_of_mine:Task", "--out", str(tmp_path))
+    assert code == 0, capsys.readouterr().err
+    dense, *_ = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert dense["parameters"] == 6
+    assert dense["evaluations"][-1]["loss"] < dense["evaluations"][0]["loss"]
+    assert "its warm-up and ramp take 110" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -154,6 +186,11 @@ def test_the_demo_works_without_a_network_of_its_own(
         ("race --local --delay 5ms", "leave --local out"),
         ("race --delay 2s", "at most 1 s"),
         ("train --seconds 3s --clock race", "--clock real"),
+        ("train --compute 3ms --clock real", "--clock race"),
+        ("race --model vgg", "unknown model 'vgg'"),
+        ("race --model gpt:2m", "model 'gpt:2m': "),
+        ("race --model no.such_module:make", "no.such_module"),
+        ("race --model os.path:make", "has no function 'make'"),
         ("report nowhere.json", "nowhere.json"),
     ],
 )
@@ -164,7 +201,7 @@ def test_mistakes_are_told_before_anything_starts(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["", "race --hosts 0", "race --compute 50", "race --model vgg"])
+@pytest.mark.parametrize("words", ["", "race --hosts 0", "race --compute 50"])
 def test_wrong_options_are_refused(words: str) -> None:
     with pytest.raises(SystemExit) as caught:
         lab(*words.split())

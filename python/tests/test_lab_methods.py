@@ -1,8 +1,14 @@
 """What a race compares: reading the list of methods, and the clock that a race lends."""
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
+import torch
+import torch.distributed as dist
 
 from topreduce.lab.clock import on_the_clock_of
+from topreduce.lab.diloco import DiLoCo
 from topreduce.lab.methods import parse_methods
 from topreduce.lab.race import RaceRow, with_again
 from topreduce.lab.train import Evaluation, TrainRun
@@ -34,6 +40,7 @@ def test_settings_stay_with_their_method() -> None:
         ("topk:density=2", "density"),
         ("noop:3", "takes no settings"),
         ("powersgd:none", "powersgd:4"),
+        ("diloco:0", "diloco:4"),
         ("noop,noop", "twice"),
     ],
 )
@@ -60,6 +67,43 @@ def test_the_first_method_runs_again() -> None:
     methods = with_again(parse_methods("noop,topk"))
     assert [method.label for method in methods] == ["noop", "noop (A/A)", "topk"]
     assert [method.spec for method in methods] == ["noop", "noop", "topk"]
+
+
+# ---- DiLoCo -----------------------------------------------------------------------------------
+
+
+def test_diloco_is_the_papers() -> None:
+    """Two rounds of the outer optimizer, by torch's own SGD with Nesterov's momentum."""
+    weights = [torch.nn.Parameter(torch.tensor([1.0, -2.0])), torch.nn.Parameter(torch.ones(1))]
+    outer = [torch.nn.Parameter(each.detach().clone()) for each in weights]
+    theirs = torch.optim.SGD(outer, lr=0.7, momentum=0.9, nesterov=True)
+    with one_rank_group():
+        diloco = DiLoCo(weights, period=2)
+        for move in (0.5, 0.25, -0.125, 1.0):
+            before = [each.detach().clone() for each in weights]
+            with torch.no_grad():
+                for each in weights:
+                    each -= move
+            diloco.average_parameters(weights)
+            if move in (0.5, -0.125):  # between the meetings nothing is changed
+                assert all(
+                    torch.equal(each, old - move) for each, old in zip(weights, before, strict=True)
+                )
+                continue
+            for start, here in zip(outer, before, strict=True):
+                start.grad = start.detach() - (here - move)
+            theirs.step()
+            for start, each in zip(outer, weights, strict=True):
+                torch.testing.assert_close(start.detach(), each.detach())
+
+
+@contextlib.contextmanager
+def one_rank_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 # ---- the clock of a race ----------------------------------------------------------------------

@@ -17,6 +17,7 @@ from topreduce.lab.runs import Network
 from topreduce.lab.svg import Bar, Series, bar_chart, line_chart
 from topreduce.lab.tables import grids
 from topreduce.lab.train import Evaluation, TrainRun
+from topreduce.lab.verdict import verdict
 
 BROWSER = "chromium"
 FLAGS = [
@@ -136,11 +137,82 @@ def test_every_ratio_stands_beside_what_it_is_made_of(results: Results) -> None:
     race, _, training = grids(results)
     assert list(race.rows[3]) == [LONG, "460", "423 - 497", "1.10", "0.400", "2.900"]
     assert list(race.rows[1])[:2] == ["noop (A/A)", "430"]
-    ours = training.rows[1]
-    assert ours[0] == LONG
-    assert ours[1] == "30 / 30 / 30"
-    assert ours[2] == "10.80 (10.80 - 10.80)"
-    assert ours[4] == "60 / 60 / 60"
+    ours = dict(zip(training.headings, training.rows[1], strict=True))
+    assert ours["method"] == LONG
+    assert ours["s to the loss"] == "30 / 30 / 30"
+    assert ours["dense / this"] == "10.80 (10.80 - 10.80)"
+    assert ours["steps to it"] == "60 / 60 / 60"
+    assert (ours["trained"], ours["loss then"]) == ("60", "2.710")
+
+
+def test_the_answer_comes_first(results: Results) -> None:
+    worth = verdict(results)
+    assert worth == (f"Worth it, 10.8 times sooner: {LONG} reaches the loss in 30 s, dense 324 s.")
+    assert report.page([results]).index(worth) < report.page([results]).index("<svg")
+
+    race = replace(results, runs=[])
+    step = f"a step with {LONG} takes 460 ms, dense 5.4 s"
+    assert verdict(race) == f"Worth it, 11.7 times sooner: {step}."
+    rows = {each.label: each for each in race.race}
+    quick = row("bf16", 0.3, 3e7)
+    assert verdict(replace(race, race=[*race.race, quick])) == (
+        f"11.7 times sooner than dense, but not the best: {step}; bf16, the best of PyTorch's own, "
+        "300 ms."
+    )
+    slow = replace(rows[LONG], seconds=[5.39] * 3)
+    calm = [rows["noop"], replace(rows["noop (A/A)"], seconds=[0.42] * 3), rows["dense"], slow]
+    assert verdict(replace(race, race=calm)).startswith("Not worth it: a step with ")
+    noisy = replace(rows["noop (A/A)"], seconds=[0.5] * 3)
+    slow = replace(rows[LONG], seconds=[5.0] * 3)
+    told = verdict(replace(race, race=[rows["noop"], noisy, rows["dense"], slow]))
+    assert told.startswith("Too noisy to tell: ") and "(A/A 1.19)" in told
+    assert verdict(replace(race, race=race.race[:2])) == ""
+
+    never = [replace(each, evaluations=each.evaluations[:2]) for each in results.runs_of(LONG)]
+    late = replace(results, runs=[*results.runs_of("dense"), *never])
+    assert verdict(late) == f"Not worth it: {LONG} did not reach the loss of dense."
+
+
+def test_a_training_that_is_too_short_says_so(results: Results) -> None:
+    (note,) = (each for each in grids(results)[2].notes if "warm-up and ramp take" in each)
+    assert note.startswith(f"{LONG} trained for 60 steps, and its warm-up and ramp take 110")
+    enough = [replace(each, spec=f"{LONG},ramp_steps=50") for each in results.runs]
+    assert not any("warm-up" in each for each in grids(replace(results, runs=enough))[2].notes)
+
+
+def test_bars_end_where_their_words_say(results: Results) -> None:
+    """Stages that run beside the backward pass do not make a step longer than it was."""
+    page = report.page([results])
+    chart = page[page.index("milliseconds per step") :]
+    chart = chart[: chart.index("</svg>")]
+    ends = {
+        y: float(x) + float(width)
+        for x, y, width in re.findall(
+            r'<rect [^>]*x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"', chart
+        )
+    }
+    words = [float(x) for x in re.findall(r'x="([\d.]+)"[^>]*text-anchor="start"', chart)]
+    assert len(ends) == len(words) == 4
+    assert all(
+        x - end == pytest.approx(8, abs=0.3) for end, x in zip(ends.values(), words, strict=True)
+    )
+
+
+def test_a_logarithmic_axis_has_points_and_no_bars() -> None:
+    bars = [Bar("a", [(0, 1.0)], "1"), Bar("b", [(0, 100.0)], "100")]
+    chart = bar_chart("x", bars, "log")
+    assert "<rect" not in chart
+    first, second = (float(x) for x in re.findall(r'<circle [^>]*cx="([\d.]+)"', chart))
+    assert first < second
+
+
+def test_the_loss_to_reach_is_a_line() -> None:
+    points = [(0.0, 4.0), (10.0, 2.0)]
+    chart = line_chart("x", "y", [Series("s", points, 0)], "linear", [("to reach: 1.5", 1.5)])
+    assert "to reach: 1.5" in chart
+    (y,) = re.findall(r'class="level" d="M[\d.]+ ([\d.]+)H', chart)
+    (last,) = re.findall(r'class="line s0" d="M.*L[\d.]+ ([\d.]+)"', chart)
+    assert float(y) > float(last), "below the lowest point"
 
 
 def test_tables_and_page_name_the_delay(results: Results) -> None:
@@ -204,7 +276,7 @@ def test_a_browser_draws_the_page(results: Results, tmp_path: Path, flag: str, p
     found = look(page, tmp_path, f"--blink-settings={flag}")
     assert found["charts"] == 7
     assert found["lines"] == 6 + 6 + 3 * 3
-    assert found["bars"] == (1 + 1 + 2 + 7) + 2
+    assert found["bars"] == 1 + 1 + 2 + 7
     assert found["outside"] == found["overlapping"] == []
     assert found["empty"] == found["loaded"] == 0
     assert not found["wide"]

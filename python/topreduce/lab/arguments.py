@@ -8,11 +8,11 @@ from pathlib import Path
 
 from topreduce.lab.cluster import parse_rates
 from topreduce.lab.methods import Method, parse_methods
-from topreduce.lab.models import MODELS, Workload
+from topreduce.lab.models import MODELS, Workload, check_model
 from topreduce.lab.runs import Network
 
-RACE_METHODS = "noop,dense,fp16,powersgd:1,powersgd:4,topk:density=0.01,ok_topk:density=0.01"
-TRAIN_METHODS = "dense,powersgd:8,topk:density=0.01,ok_topk:density=0.01"
+RACE_METHODS = "noop,dense,bf16,powersgd:1,powersgd:4,topk:density=0.01,ok_topk:density=0.01"
+TRAIN_METHODS = "dense,bf16,powersgd:8,topk:density=0.01,ok_topk:density=0.01"
 _LONGEST_DELAY = 1.0  # seconds; the self-test waits for several round trips
 
 
@@ -62,9 +62,8 @@ def make_parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--clock",
         choices=["race", "real"],
-        default="real",
-        help="real: train on the slow network; race: train without the limit, and take the time "
-        "of each step from a race",
+        help="real, the default: train on the slow network; race: train without the limit, and "
+        "take the time of each step from a race",
     )
     train.add_argument("--rounds", type=count, default=5, help="of the race before the training")
     train.add_argument("--optimizer", choices=["adamw", "sgd"], help="instead of the model's")
@@ -75,8 +74,13 @@ def make_parser() -> argparse.ArgumentParser:
         default="constant",
         help="of the learning rate",
     )
+    train.add_argument(
+        "--compute",
+        type=as_seconds,
+        help="the time of a step's arithmetic on your hosts, e.g. 50ms: the race waits so long "
+        "instead of computing; goes with --clock race",
+    )
     _add_output(train)
-    train.set_defaults(compute=None)
 
     shown = commands.add_parser("report", help="one page from one or several results.json")
     shown.add_argument("files", nargs="+", type=Path, metavar="results.json")
@@ -117,7 +121,11 @@ def methods(asked: argparse.Namespace, usual: str) -> list[Method]:
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=MODELS, default="gpt:1m", help="what to train")
+    parser.add_argument(
+        "--model",
+        default="gpt:1m",
+        help=f"{', '.join(MODELS)}, or yours: package.module:make (docs/lab.md)",
+    )
     parser.add_argument("--batch", type=count, default=4, help="examples per rank and step")
     parser.add_argument("--context", type=count, default=64, help="characters per example")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
@@ -130,6 +138,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def workload(asked: argparse.Namespace) -> Workload:
     """What was asked to compute."""
+    check_model(asked.model)
     return Workload(
         model=asked.model,
         batch=asked.batch,

@@ -29,6 +29,7 @@ from topreduce.lab.race import RaceOptions, with_again
 from topreduce.lab.results import RESULTS, Results, load, named, new_folder, save
 from topreduce.lab.tables import grids, rich_table
 from topreduce.lab.train import TrainOptions
+from topreduce.lab.verdict import verdict
 
 _WIDTH_OF_LOGS = 100
 
@@ -68,7 +69,10 @@ def guarded(action: Callable[[], None], name: str) -> int:
 
 
 def publish(console: Console, results: Results, folder: Path) -> Path:
-    """Tables on the terminal, results.json and report.html in the folder; returns the page."""
+    """Answer and tables on the terminal, results.json and report.html in the folder; returns the
+    page.
+    """
+    console.print(verdict(results), style="bold", highlight=False)
     for grid in grids(results):
         console.print(rich_table(grid))
         console.print("\n".join(grid.notes), style="dim", highlight=False)
@@ -110,15 +114,18 @@ def _train(asked: argparse.Namespace, console: Console) -> None:
         learning_rate=asked.learning_rate,
         schedule=asked.schedule,
     )
-    if asked.seconds is not None and asked.clock == "race":
+    clock = asked.clock or ("real" if asked.compute is None else "race")
+    if asked.seconds is not None and clock == "race":
         raise ValueError("--seconds goes with --clock real: it stops by the time that passes")
+    if asked.compute is not None and clock == "real":
+        raise ValueError(
+            "--compute goes with --clock race: hosts that compute so fast are only in the race"
+        )
     wanted = network(asked)
     _become_root(asked)
     folder = new_folder(asked.out, "train")
     try:
-        results = runs.train(
-            console, wanted, options, asked.clock, asked.rounds, _command(asked), folder
-        )
+        results = runs.train(console, wanted, options, clock, asked.rounds, _command(asked), folder)
     except KeyboardInterrupt:
         if (kept := folder / RESULTS).exists():
             print(f"the trainings that ended are in {kept}: topreduce lab report", file=sys.stderr)
@@ -133,6 +140,7 @@ def _report(asked: argparse.Namespace, console: Console) -> None:
         names = _names(files)
         several = [named(each, name) for each, name in zip(several, names, strict=True)]
     for results in several:
+        console.print(verdict(results), style="bold", highlight=False)
         for grid in grids(results):
             console.print(rich_table(grid))
     page: Path = asked.out / "report.html" if asked.out.is_dir() else asked.out

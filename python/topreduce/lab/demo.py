@@ -20,7 +20,7 @@ from topreduce.lab.models import MODELS, Workload
 from topreduce.lab.results import Results, new_folder
 from topreduce.lab.train import TrainOptions
 
-METHODS = "dense,topk:density=0.01"
+METHODS = "dense,bf16,topk:density=0.01"
 SAMPLE_CHARACTERS = 240
 SAMPLE_LINES = 4
 

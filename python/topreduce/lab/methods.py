@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import topreduce.torch
 from topreduce import Layout, Reducer
+from topreduce.lab.diloco import DiLoCo
 from topreduce.lab.sharding import NATIVE, mesh_of, shard, shard_natively
 
 OURS = "topreduce."  # "topreduce.dense" is our dense, "dense" is DDP's own all-reduce
@@ -34,7 +36,7 @@ class Attached:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.sync: topreduce.torch.Sync | None = None
-        self.averager: PeriodicModelAverager | None = None
+        self.averager: PeriodicModelAverager | DiLoCo | None = None
 
     def after_step(self) -> None:
         """To be called after the optimizer."""
@@ -60,6 +62,11 @@ class Method:
     @property
     def is_ours(self) -> bool:
         return self.spec.partition(":")[0] not in STOCK
+
+    @property
+    def is_local(self) -> bool:
+        """Whether most of its steps send nothing, so that one step does not tell its time."""
+        return self.spec.partition(":")[0] in LOCAL
 
     def steady(self) -> Method:
         """Without the steps that a training begins with, which send more."""
@@ -103,6 +110,11 @@ class Method:
 Register = Callable[[Attached, DistributedDataParallel, str], None]
 
 
+def _in_bf16(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """PyTorch's; DDP takes it under its own name with NCCL only, though Gloo adds up bf16 too."""
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
 def _hook(hook: Any) -> Register:
     def register(attached: Attached, ddp: DistributedDataParallel, argument: str) -> None:
         ddp.register_comm_hook(None, hook)
@@ -132,15 +144,22 @@ def _post_local_sgd(attached: Attached, ddp: DistributedDataParallel, argument: 
     )
 
 
+def _diloco(attached: Attached, ddp: DistributedDataParallel, argument: str) -> None:
+    ddp.register_comm_hook(None, debugging_hooks.noop_hook)
+    attached.averager = DiLoCo(ddp.parameters(), period=int(argument or 30))
+
+
 STOCK: dict[str, Register] = {
     "noop": _hook(debugging_hooks.noop_hook),
     "dense": _hook(default_hooks.allreduce_hook),
     "fp16": _hook(default_hooks.fp16_compress_hook),
-    "bf16": _hook(default_hooks.bf16_compress_hook),
+    "bf16": _hook(_in_bf16),
     "powersgd": _powersgd,
     "post_local_sgd": _post_local_sgd,
+    "diloco": _diloco,
 }
-_WITH_NUMBER = ("powersgd", "post_local_sgd")
+LOCAL = ("post_local_sgd", "diloco")
+_WITH_NUMBER = ("powersgd", *LOCAL)
 
 
 # ---- reading the command line ---------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from topreduce.lab.digits import load_digits
 from topreduce.lab.gpt import GPT, PRESETS, preset
+from topreduce.lab.own import OwnTask, own_maker
 from topreduce.lab.resnet import ResNet
 from topreduce.lab.text import Text, load_text
 from topreduce.lab.waiting import Waiting
 
 MODELS = (*PRESETS, "lstm", "resnet")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +50,19 @@ class Task(Protocol):
         """Something that the model writes, if it can write."""
 
 
+def check_model(name: str) -> None:
+    """ValueError for a model that no rank could make."""
+    if name not in MODELS:
+        own_maker(name)
+
+
 def make_task(workload: Workload) -> Task:
     """The same weights and data wherever the workload is the same."""
     if workload.compute is not None:
         real = make_task(replace(workload, compute=None)).model
         return Waiting([each.shape for each in real.parameters()], workload.compute, workload.seed)
+    if workload.model not in MODELS:
+        return OwnTask(seeded(workload.seed, own_maker(workload.model)))
     return _Digits(workload) if workload.model == "resnet" else _Writing(workload)
 
 
@@ -148,7 +158,7 @@ class _Digits:
         return ""
 
 
-def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
+def seeded(seed: int, make: Callable[[], T]) -> T:
     """What `make` makes when torch draws from this seed; torch's own stream goes on as before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
 from topreduce.lab.race import RaceRow
-from topreduce.lab.results import Results, machine_words
+from topreduce.lab.results import Results, machine_words, mean
 from topreduce.lab.svg import COLOURS, Bar, Scale, Series, bar_chart, line_chart
 from topreduce.lab.tables import Grid, grids
 from topreduce.lab.train import TrainRun
+from topreduce.lab.verdict import verdict
 
 _MOST_POINTS = 400
 _FEWEST_BYTES = 1000  # of a step that are worth a bar: noop's barriers are not
@@ -37,7 +38,8 @@ th { font-weight: 600; }
 svg { width: 100%; height: auto; } text { fill: var(--ink); font: 12px system-ui, sans-serif; }
 text.axis { fill: var(--dim); font-size: 13px; } .grid { stroke: var(--rule); fill: none; }
 .line { fill: none; stroke-width: 2; stroke-linejoin: round; } .dashed { stroke-dasharray: 6 4; }
-.mark { stroke: var(--ink); stroke-width: 2; fill: none; }
+.level { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 3 3; fill: none; }
+.verdict { color: var(--ink); font-size: 1.05rem; font-weight: 600; }
 ul.legend { list-style: none; display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; padding: 0; }
 ul.legend li { color: var(--ink); font-size: .85rem; }
 ul.legend i { display: inline-block; width: 1.1rem; height: .3rem; margin-right: .4rem;
@@ -72,13 +74,15 @@ def _body(several: Sequence[Results]) -> Iterator[str]:
         yield f"<p><code>{escape(results.command)}</code></p>"
     rows = [row for results in several for row in results.race]
     runs = [run for results in several for run in results.runs]
+    for results in several:
+        yield f'<p class="verdict">{escape(verdict(results))}</p>'
     if runs:
-        yield from _training(runs, any(results.clock == "race" for results in several))
+        yield from _training(several)
+    if rows:
+        yield from _steps(rows)
     for results in several:
         for grid in grids(results):
             yield from _table(grid)
-    if rows:
-        yield from _steps(rows)
     if runs:
         yield from _over_time(runs)
         yield from _samples(runs)
@@ -87,13 +91,27 @@ def _body(several: Sequence[Results]) -> Iterator[str]:
 # ---- training -------------------------------------------------------------------------------
 
 
-def _training(runs: Sequence[TrainRun], on_race_clock: bool) -> Iterator[str]:
+def _training(several: Sequence[Results]) -> Iterator[str]:
+    runs = [run for results in several for run in results.runs]
+    levels = _levels(several)
     yield "<h2>Loss against time</h2>"
-    if on_race_clock:
+    if any(results.clock == "race" for results in several):
         yield "<p>Trained without the limit; the time of each step is that of the race.</p>"
-    yield from _lines("seconds", "loss on data kept back", runs, _loss_by_seconds)
+    loss = "loss on data kept back"
+    yield from _lines("seconds", loss, runs, _loss_by_seconds, levels=levels)
     yield "<h2>Loss against traffic</h2>"
-    yield from _lines("MB sent by one host", "loss on data kept back", runs, _loss_by_bytes, "log")
+    yield from _lines("MB sent by one host", loss, runs, _loss_by_bytes, "log", levels=levels)
+
+
+def _levels(several: Sequence[Results]) -> list[tuple[str, float]]:
+    """The loss to reach; the mean over seeds, where each has its own."""
+    levels = []
+    for results in several:
+        aims = [results.target(seed) for seed in dict.fromkeys(run.seed for run in results.runs)]
+        known = [aim for aim in aims if aim is not None]
+        if known:
+            levels.append(mean(known))
+    return [(f"to reach: {level:.3f}", level) for level in dict.fromkeys(levels)]
 
 
 def _over_time(runs: Sequence[TrainRun]) -> Iterator[str]:
@@ -136,11 +154,12 @@ def _lines(
     points: Callable[[TrainRun], list[tuple[float, float]]],
     scale: Scale = "linear",
     all_runs: Sequence[TrainRun] = (),
+    levels: Sequence[tuple[str, float]] = (),
 ) -> Iterator[str]:
     """A line for each run; runs that differ by their seed share colour and name."""
     labels = list(dict.fromkeys(run.label for run in all_runs or runs))
     series = [Series(run.label, _thinned(points(run)), labels.index(run.label)) for run in runs]
-    yield line_chart(x_label, y_label, series, scale)
+    yield line_chart(x_label, y_label, series, scale, levels)
     shown = {run.label for run in runs}
     yield _legend([(labels.index(label), label) for label in labels if label in shown])
 
@@ -156,7 +175,8 @@ def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def _steps(rows: Sequence[RaceRow]) -> Iterator[str]:
     yield "<h2>Where a step's time goes</h2>"
     yield "<p>Compute is the step of noop. Our stages run on a thread of their own, also while the "
-    yield "backward pass goes on: the black mark is where the step really ended.</p>"
+    yield "backward pass goes on: what a step took longer than noop is divided among them in "
+    yield "proportion to their times.</p>"
     yield bar_chart("milliseconds per step", [_step_bar(row, rows) for row in rows])
     yield _legend(list(enumerate(_PARTS)))
     yield "<h2>Traffic of a step</h2>"
@@ -174,10 +194,14 @@ def _steps(rows: Sequence[RaceRow]) -> Iterator[str]:
 def _step_bar(row: RaceRow, rows: Sequence[RaceRow]) -> Bar:
     idle = max((each.median for each in rows if each.spec == "noop"), default=0.0)
     compute = min(idle, row.median)
-    stages = [(number, row.stages.get(name, 0.0)) for number, name in enumerate(_PARTS)][1:-1]
-    rest = [] if row.stages else [(len(_PARTS) - 1, row.median - compute)]
-    parts = [(number, 1e3 * seconds) for number, seconds in [(0, compute), *stages, *rest]]
-    return Bar(row.label, parts, f"{1e3 * row.median:.0f} ms", 1e3 * row.median)
+    rest, busy = row.median - compute, sum(row.stages.values())
+    parts = [(0, compute)]
+    if busy > 0:
+        stages = list(enumerate(_PARTS))[1:-1]
+        parts += [(number, rest * row.stages.get(name, 0.0) / busy) for number, name in stages]
+    else:
+        parts.append((len(_PARTS) - 1, rest))
+    return Bar(row.label, [(n, 1e3 * each) for n, each in parts], f"{1e3 * row.median:.0f} ms")
 
 
 # ---- pieces ---------------------------------------------------------------------------------

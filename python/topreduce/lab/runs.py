@@ -131,9 +131,9 @@ def train(
 
     Every one of them is saved in `folder` as it ends: a run of hours may be cut short.
     """
-    racing = RaceOptions(
-        workload=options.workload, methods=_racing_methods(options.methods), rounds=rounds
-    )
+    load = options.workload
+    options = dataclasses.replace(options, workload=dataclasses.replace(load, compute=None))
+    racing = RaceOptions(workload=load, methods=_racing_methods(options.methods), rounds=rounds)
 
     def so_far(runs: list[TrainRun]) -> Results:
         return Results(
@@ -142,7 +142,7 @@ def train(
             network=network.words(),
             delay=network.delay,
             late=late,
-            workload=asdict(options.workload),
+            workload=asdict(load),
             clock=clock,
             links=[asdict(check) for check in slow.checks],
             race=rows,
@@ -169,7 +169,7 @@ def train(
 def _racing_methods(methods: Sequence[Method]) -> list[Method]:
     """What the race before a training compares: with the two ends of the scale."""
     ends = [each for each in parse_methods("noop,dense") if each not in methods]
-    others = [each for each in methods if not each.spec.startswith("post_local_sgd")]
+    others = [each for each in methods if not each.is_local]
     return with_again(sorted([*ends, *others], key=lambda each: each.spec != "noop"))
 
 

@@ -29,21 +29,27 @@ class Series:
 
 @dataclass(frozen=True)
 class Bar:
-    """Parts side by side, each with the number of its colour; a mark where one is given."""
+    """Parts side by side, each with the number of its colour, and words at their end."""
 
     label: str
     parts: Sequence[tuple[int, float]]
     words: str
-    mark: float | None = None
 
 
-def line_chart(x_label: str, y_label: str, series: Sequence[Series], x_scale: Scale) -> str:
-    """Lines over common axes; points that are not finite are left out.
+def line_chart(
+    x_label: str,
+    y_label: str,
+    series: Sequence[Series],
+    x_scale: Scale,
+    levels: Sequence[tuple[str, float]] = (),
+) -> str:
+    """Lines over common axes, and `levels` across, with their names; points that are not finite
+    are left out.
 
     On a logarithmic axis zero is the left edge.
     """
     shown = [(each, _finite(each.points)) for each in series]
-    ys = [y for _, points in shown for _, y in points]
+    ys = [y for _, points in shown for _, y in points] + [level for _, level in levels]
     xs = [x for _, points in shown for x, _ in points if x_scale == "linear" or x > 0]
     if not xs:
         return ""
@@ -69,6 +75,10 @@ def line_chart(x_label: str, y_label: str, series: Sequence[Series], x_scale: Sc
             f'<path class="line s{each.colour % COLOURS}{dashed}" d="M{path}">'
             f"<title>{label}</title></path>"
         )
+    for name, level in levels:
+        y = y_axis.place(level)
+        parts.append(f'<path class="level" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
+        parts.append(_text(_WIDTH - _RIGHT - 4, y - 5, name, "end"))
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     parts.append(_text(middle, _HEIGHT - 8, x_label, "middle", "axis"))
     height = (_TOP + _HEIGHT - _BOTTOM) / 2
@@ -80,8 +90,11 @@ def line_chart(x_label: str, y_label: str, series: Sequence[Series], x_scale: Sc
 
 
 def bar_chart(x_label: str, bars: Sequence[Bar], scale: Scale = "linear") -> str:
-    """Bars from the left, one below the other, with their words at the end."""
-    totals = [max(sum(value for _, value in bar.parts), bar.mark or 0.0) for bar in bars]
+    """Bars from zero, one below the other, with their words at the end.
+
+    A logarithmic axis has no zero, and a length on it no meaning: there each is a point.
+    """
+    totals = [sum(max(0.0, value) for _, value in bar.parts) for bar in bars]
     positive = [total for total in totals if total > 0]
     if not positive:
         return ""
@@ -96,21 +109,23 @@ def bar_chart(x_label: str, bars: Sequence[Bar], scale: Scale = "linear") -> str
     for number, (bar, total) in enumerate(zip(bars, totals, strict=True)):
         y = _TOP + _BAR_GAP / 2 + number * (_BAR + _BAR_GAP)
         parts.append(_text(_NAMES - 8, y + _BAR / 2 + 4, _short(bar.label), "end"))
+        if scale == "log" and total > 0:
+            x, colour = axis.place(total), bar.parts[0][0]
+            parts.append(
+                f'<circle class="fill s{colour % COLOURS}" cx="{x:.1f}" '
+                f'cy="{y + _BAR / 2:.1f}" r="{_BAR / 4:.0f}"/>'
+            )
         start = low
-        for colour, value in bar.parts:
+        for colour, value in bar.parts if scale == "linear" else ():
             if value <= 0:
                 continue
-            end = max(start, start + value if scale == "linear" else value)
-            left, right = axis.place(start), axis.place(end)
+            left, right = axis.place(start), axis.place(start + value)
             parts.append(
                 f'<rect class="fill s{colour % COLOURS}" x="{left:.1f}" y="{y:.1f}" '
-                f'width="{max(0.0, right - left):.1f}" height="{_BAR}"/>'
+                f'width="{right - left:.1f}" height="{_BAR}"/>'
             )
-            start = end
-        if bar.mark is not None:
-            x = axis.place(bar.mark)
-            parts.append(f'<path class="mark" d="M{x:.1f} {y - 4:.1f}v{_BAR + 8}"/>')
-        parts.append(_text(axis.place(max(total, low)) + 7, y + _BAR / 2 + 4, bar.words, "start"))
+            start += value
+        parts.append(_text(axis.place(max(total, low)) + 8, y + _BAR / 2 + 4, bar.words, "start"))
     middle = (_NAMES + _WIDTH - 150) / 2
     if scale == "log":
         x_label += " (logarithmic)"

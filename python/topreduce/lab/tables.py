@@ -12,7 +12,8 @@ from rich.table import Table
 from topreduce.lab.methods import AGAIN
 from topreduce.lab.race import RaceRow
 from topreduce.lab.results import Results, mean
-from topreduce.lab.train import Evaluation
+from topreduce.lab.train import Evaluation, steps_before_steady
+from topreduce.lab.verdict import noise
 
 _MOST_LATE = 0.05  # of the packets of a network with a delay
 _MOST_NOISE = 0.1  # of a race whose step times are to be a clock
@@ -69,8 +70,8 @@ def race_grid(results: Results) -> Grid:
     notes = [
         "ms/step: median, from the first rank's start to the last rank's end; beside it the middle "
         "80 %.",
-        "MB/step: what a host sent at its network interface, headers included; of local processes "
-        "a rank's share of the loopback interface.",
+        "MB/step: what a host sent at its network interface, headers included; with --local an "
+        "equal part, for each rank, of what went through the loopback interface.",
         "loss: of the training, in the last steps of the race; noop averages nothing at all."
         if results.workload.get("compute") is None
         else "Ranks wait instead of computing, and their gradients are noise: no loss.",
@@ -108,7 +109,7 @@ def stage_grid(results: Results) -> Grid:
             "Stages run beside the backward pass; waited: how long backward() had to wait for them "
             "in the end; hidden: share of the exchanges that was over by then.",
             "rounds: collectives, one after the other. sent: share of the entries. energy: share "
-            "of the squared sum that was settled.",
+            "of the squared norm of owed + gradient that was delivered.",
         ],
     )
 
@@ -139,6 +140,7 @@ def train_grid(results: Results) -> Grid:
                 _range(ratios) if everyone and ratios else "-",
                 _over(found, everyone, [_megabytes(each.bytes_sent) for each in found]),
                 _over(found, everyone, [str(each.step) for each in found]),
+                str(max(run.evaluations[-1].step for run in runs)),
                 f"{mean([run.final_loss for run in runs]):.3f}",
                 f"{1e3 * mean([statistics.median(run.seconds) for run in runs]):.0f}",
             ]
@@ -154,21 +156,24 @@ def train_grid(results: Results) -> Grid:
     notes = [
         _aim_words(results, aims) + " A dash: not reached.",
         clock,
-        "seconds, MB and steps until that loss, one number for each seed; the ratio of the seconds "
-        "is their mean, with the smallest and the largest.",
+        "s, MB and steps to the loss: until it was reached, one number for each seed; the ratio of "
+        "the seconds is their mean, with the smallest and the largest. trained: the steps of the "
+        "whole training, and the loss at its end, mean over the seeds.",
         "The A/A row of the race shows the noise of a step"
         + ("; here it is dense with other weights and batches." if again else "."),
     ]
+    notes += _short_words(results)
     first = results.labels()[0]
     return Grid(
         f"Training, {results.network}",
         [
             "method",
-            "seconds",
+            "s to the loss",
             f"{first} / this",
-            "MB",
-            "steps",
-            "last loss",
+            "MB to it",
+            "steps to it",
+            "trained",
+            "loss then",
             "ms/step",
         ],
         rows,
@@ -193,11 +198,24 @@ def _aim_words(results: Results, aims: str) -> str:
     return f"The loss to reach, on data kept back: {aims}{where}."
 
 
+def _short_words(results: Results) -> list[str]:
+    """A warning of trainings that end before the method has come to its density."""
+    words = []
+    for label in results.labels():
+        run = results.runs_of(label)[0]
+        first, steps = steps_before_steady(run.spec), run.evaluations[-1].step
+        if run.density and steps < first:
+            words.append(
+                f"{label} trained for {steps} steps, and its warm-up and ramp take {first}: it "
+                "sent more than it would later. Train longer, or give warmup_steps and ramp_steps."
+            )
+    return words
+
+
 def _noise_words(results: Results) -> str:
     """A warning if the race was too noisy for a clock."""
-    again = next((row for row in results.race if row.label.endswith(AGAIN)), None)
-    ratio = again.median / results.race[0].median if again else 1.0
-    if abs(ratio - 1) <= _MOST_NOISE:
+    ratio = noise(results.race)
+    if ratio is None or abs(ratio - 1) <= _MOST_NOISE:
         return ""
     return f" Its A/A row is {ratio:.2f}: take more --rounds, or a calmer machine."
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from topreduce.lab.methods import AGAIN, Method
 from topreduce.lab.models import Workload
 from topreduce.lab.trainer import Step, Trainer
+from topreduce.torch.attachment import RAMP_STEPS, WARMUP_STEPS
 
 REFERENCE = "dense"
+_FIRST_STEPS = re.compile(r"\b(warmup_steps|ramp_steps)=(\d+)")
 SEEDS_APART = 1000  # of a training and its A/A: other weights, other batches
 _RECENT = 20  # steps whose mean loss is shown
 _LAST_SHARE = 0.1  # of the learning rate, at the end of a cosine
@@ -85,6 +88,13 @@ class TrainRun:
     def reached(self, loss: float) -> Evaluation | None:
         """The first evaluation with this loss or a lower one."""
         return next((each for each in self.evaluations if each.loss <= loss), None)
+
+
+def steps_before_steady(spec: str) -> int:
+    """Steps of a method of ours in which it sends more than later."""
+    settings = {"warmup_steps": WARMUP_STEPS, "ramp_steps": RAMP_STEPS}
+    settings |= {name: int(number) for name, number in _FIRST_STEPS.findall(spec)}
+    return sum(settings.values())
 
 
 def train_rank(
