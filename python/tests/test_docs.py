@@ -1,12 +1,13 @@
 """The documentation names what there is, and nothing else."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 import torch
 
-import topreduce
+import topreduce.torch
 from topreduce import _core
 from topreduce.__main__ import main
 
@@ -80,6 +81,15 @@ def test_the_table_of_the_readme_is_that_of_the_command(
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert main(["methods", "--markdown"]) == 0
     assert capsys.readouterr().out in readme
+
+
+def test_the_python_reference_is_that_of_the_docstrings() -> None:
+    """To put it right: .venv/bin/python docs/site/python_reference.py > docs/python.md"""
+    page = runpy.run_path(str(ROOT / "docs/site/python_reference.py"))["page"]()
+    assert page == (ROOT / "docs/python.md").read_text(encoding="utf-8")
+    for name in (*topreduce.__all__, *(f"torch.{each}" for each in topreduce.torch.__all__)):
+        shared = name.removeprefix("torch.") in topreduce.__all__ and name.startswith("torch.")
+        assert f"### topreduce.{name}\n" in page or shared or name == "__version__", name
 
 
 def test_the_torch_that_is_asked_for_is_the_one_that_is_tested() -> None:
