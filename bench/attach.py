@@ -23,10 +23,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 import topreduce.torch
-from topreduce.lab.gpt import GPT, preset
-from topreduce.lab.launch import launch
-from topreduce.lab.models import next_id_loss
-from topreduce.lab.text import load_text
+from topreduce.lab.experiments.launch import launch
+from topreduce.lab.tasks.gpt import GPT, preset
+from topreduce.lab.tasks.models import next_id_loss
+from topreduce.lab.tasks.text import load_text
 
 STEADY = {"density": 0.01, "warmup_steps": 0, "ramp_steps": 0}
 VARIANTS = {

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from topreduce.lab.cluster import cluster_and_relay, obstacle, parse_rates, rate_words
-from topreduce.lab.selftest import FRAME_PER_PAYLOAD, Line
+from topreduce.lab.network.cluster import cluster_and_relay, obstacle, parse_rates, rate_words
+from topreduce.lab.network.selftest import FRAME_PER_PAYLOAD, Line
 
 HOSTS = 4
 CASES = [("100mbit", 0.015), ("1gbit", 0.015), ("100mbit", 0.001)]

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import topreduce.torch
-from topreduce.lab.cluster import INTERFACE, cluster, obstacle
-from topreduce.lab.gpt import GPT, preset
-from topreduce.lab.launch import launch
-from topreduce.lab.models import next_id_loss
-from topreduce.lab.namespaces import bytes_through
-from topreduce.lab.text import load_text
+from topreduce.lab.experiments.launch import launch
+from topreduce.lab.network.cluster import INTERFACE, cluster, obstacle
+from topreduce.lab.network.namespaces import bytes_through
+from topreduce.lab.tasks.gpt import GPT, preset
+from topreduce.lab.tasks.models import next_id_loss
+from topreduce.lab.tasks.text import load_text
 
 RANKS = 4
 STEADY: dict[str, Any] = {"density": 0.01, "warmup_steps": 0, "ramp_steps": 0}

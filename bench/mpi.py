@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from topreduce.lab.cluster import INTERFACE, Host, cluster, obstacle
-from topreduce.lab.namespaces import tool
+from topreduce.lab.network.cluster import INTERFACE, Host, cluster, obstacle
+from topreduce.lab.network.namespaces import tool
 
 BENCH = Path("build/bench/bench/mpi/topreduce_bench").resolve()
 # Ranks share cores, so a rank that waits must let others run.

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 import topreduce
-from topreduce.lab.launch import launch
-from topreduce.lab.methods import OURS, Method
-from topreduce.lab.models import Workload
-from topreduce.lab.trainer import Trainer
+from topreduce.lab.experiments.launch import launch
+from topreduce.lab.experiments.methods import OURS, Method
+from topreduce.lab.experiments.replica import Replica
+from topreduce.lab.tasks.models import Workload
 
 PILOT_STEPS = 48
 PILOTS = 2
@@ -99,14 +99,14 @@ def train_each(
     results = []
     for done, run in enumerate(runs, 1):
         started = time.perf_counter()
-        trainer = Trainer(rank, run.workload, Method(run.name, run.spec))
+        replica = Replica(rank, run.workload, Method(run.name, run.spec))
         sent = []
         for step in range(run.steps):
             rate = 0.55 + 0.45 * math.cos(math.pi * step / run.steps)
-            sent.append(trainer.step(rate).stats["bytes_sent"])
-        loss = trainer.validation_loss()
-        trainer.close()
-        entries = sum(parameter.numel() for parameter in trainer.task.model.parameters())
+            sent.append(replica.step(rate).stats["bytes_sent"])
+        loss = replica.validation_loss()
+        replica.close()
+        entries = sum(parameter.numel() for parameter in replica.task.model.parameters())
         ring = 2 * (world_size - 1) / world_size * 4 * entries
         results.append(Result(loss, statistics.mean(sent[run.steps // 2 :]), ring))
         if rank == 0:

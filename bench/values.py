@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from topreduce.lab.launch import launch
-from topreduce.lab.methods import Method
-from topreduce.lab.models import Workload
-from topreduce.lab.trainer import Trainer
+from topreduce.lab.experiments.launch import launch
+from topreduce.lab.experiments.methods import Method
+from topreduce.lab.experiments.replica import Replica
+from topreduce.lab.tasks.models import Workload
 
 DENSITIES = {
     "dense": 1.0,
@@ -51,13 +51,13 @@ def train(
     """The validation loss, and the bytes of a step after the ramp, by our own count."""
     torch.set_num_threads(1)
     workload = Workload(model="gpt:0.6m", seed=options.seed)
-    trainer = Trainer(rank, workload, Method(options.spec, options.spec))
+    replica = Replica(rank, workload, Method(options.spec, options.spec))
     sent = []
     for step in range(options.steps):
         rate = 0.55 + 0.45 * math.cos(math.pi * step / options.steps)
-        sent.append(trainer.step(rate).stats["bytes_sent"])
-    loss = trainer.validation_loss()
-    trainer.close()
+        sent.append(replica.step(rate).stats["bytes_sent"])
+    loss = replica.validation_loss()
+    replica.close()
     after_ramp = sent[options.steps // 5 :]
     return loss, sum(after_ramp) / len(after_ramp)
 

@@ -8,21 +8,21 @@ from models import digest, flat
 from processes import Rank, group
 
 import topreduce
-from topreduce.lab.methods import OURS, Method
-from topreduce.lab.models import Workload
-from topreduce.lab.trainer import Trainer
+from topreduce.lab.experiments.methods import OURS, Method
+from topreduce.lab.experiments.replica import Replica
+from topreduce.lab.tasks.models import Workload
 
 METHODS = [method["name"] for method in topreduce.methods()]
 STEPS = 16
 
 
 def train(rank: Rank, spec: str) -> tuple[list[float], str, int, int]:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # where the trainer reads its bytes
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # where the replica reads its bytes
     workload = Workload(model="gpt:0.6m", context=16)
-    trainer = Trainer(rank.rank, workload, Method(spec, spec))
-    steps = [trainer.step() for _ in range(STEPS)]
-    trainer.close()
-    weights = flat(trainer.task.model, lambda parameter: parameter.detach())
+    replica = Replica(rank.rank, workload, Method(spec, spec))
+    steps = [replica.step() for _ in range(STEPS)]
+    replica.close()
+    weights = flat(replica.task.model, lambda parameter: parameter.detach())
     sent = max(step.stats["bytes_sent"] for step in steps)
     return [step.loss for step in steps], digest(weights), sent, 4 * weights.numel()
 

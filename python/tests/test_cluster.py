@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from topreduce.lab import cluster as emulated
-from topreduce.lab.cluster import (
+from topreduce.lab.experiments.launch import RankError, launch
+from topreduce.lab.experiments.race import begin_together
+from topreduce.lab.network import cluster as emulated
+from topreduce.lab.network.cluster import (
     Host,
     cluster,
     cluster_and_relay,
@@ -23,11 +25,9 @@ from topreduce.lab.cluster import (
     parse_rates,
     rate_words,
 )
-from topreduce.lab.launch import RankError, launch
-from topreduce.lab.namespaces import ClusterError, Namespace, bytes_through
-from topreduce.lab.race import begin_together
-from topreduce.lab.relay import Relay
-from topreduce.lab.selftest import LinkCheck, check_links, refuse_if_off
+from topreduce.lab.network.namespaces import ClusterError, Namespace, bytes_through
+from topreduce.lab.network.relay import Relay
+from topreduce.lab.network.selftest import LinkCheck, check_links, refuse_if_off
 
 needs_cluster = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 
@@ -158,7 +158,7 @@ def test_an_error_takes_the_hosts_away() -> None:
 
 KILLED = """
 import time
-from topreduce.lab.cluster import cluster_and_relay
+from topreduce.lab.network.cluster import cluster_and_relay
 with cluster_and_relay([1e8, 1e8], delay=0.01) as (hosts, relay):
     print(relay.pid, *[host.namespace.pid for host in hosts], flush=True)
     time.sleep(300)
@@ -204,7 +204,7 @@ def test_every_packet_is_held_back_and_rates_stay() -> None:
 def test_a_delay_needs_no_root_of_the_machine() -> None:
     program = (
         "from test_cluster import held_back\n"
-        "from topreduce.lab.cluster import cluster\n"
+        "from topreduce.lab.network.cluster import cluster\n"
         "with cluster([None, 1e8], 0.02) as hosts: held_back(hosts, 0.02)"
     )
     command = ["unshare", "--user", "--map-root-user", "--", sys.executable, "-c", program]

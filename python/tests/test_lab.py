@@ -15,11 +15,11 @@ import torch.distributed as dist
 from rich.console import Console
 
 from topreduce import lab
-from topreduce.lab.gpt import GPT, PRESETS, GPTConfig, preset
-from topreduce.lab.launch import RankError, launch
-from topreduce.lab.models import MODELS, Workload, make_task
-from topreduce.lab.progress import progress
-from topreduce.lab.text import load_text
+from topreduce.lab.experiments.launch import RankError, launch
+from topreduce.lab.experiments.progress import progress
+from topreduce.lab.tasks.gpt import GPT, PRESETS, GPTConfig, preset
+from topreduce.lab.tasks.models import MODELS, Workload, make_task
+from topreduce.lab.tasks.text import load_text
 
 torch.set_num_threads(1)  # more of them fight over the cores with what else runs
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from topreduce.__main__ import main
-from topreduce.lab import command, demo, runs
-from topreduce.lab.cluster import obstacle
+from topreduce.lab import command, demo
+from topreduce.lab.experiments import runs
+from topreduce.lab.network.cluster import obstacle
 
 TINY = ["--model", "gpt:0.6m", "--batch", "1", "--context", "8"]
 needs_cluster = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))

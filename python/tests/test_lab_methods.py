@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from topreduce.lab.clock import on_the_clock_of
-from topreduce.lab.diloco import DiLoCo
-from topreduce.lab.methods import parse_methods
-from topreduce.lab.race import RaceRow, with_again
-from topreduce.lab.train import Evaluation, TrainRun
+from topreduce.lab.experiments.clock import on_the_clock_of
+from topreduce.lab.experiments.diloco import DiLoCo
+from topreduce.lab.experiments.methods import parse_methods
+from topreduce.lab.experiments.race import RaceRow, with_again
+from topreduce.lab.experiments.train import Evaluation, TrainRun
 
 
 def specs(words: str) -> list[str]:

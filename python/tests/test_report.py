@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from topreduce.lab import report
-from topreduce.lab.race import STAGES, RaceRow
-from topreduce.lab.results import Results, load, named, save
-from topreduce.lab.runs import Network
-from topreduce.lab.svg import Bar, Series, bar_chart, line_chart
-from topreduce.lab.tables import grids
-from topreduce.lab.train import Evaluation, TrainRun
-from topreduce.lab.verdict import verdict
+from topreduce.lab.experiments.race import STAGES, RaceRow
+from topreduce.lab.experiments.runs import Network
+from topreduce.lab.experiments.train import Evaluation, TrainRun
+from topreduce.lab.report import page as report
+from topreduce.lab.report.results import Results, load, named, save
+from topreduce.lab.report.svg import Bar, Series, bar_chart, line_chart
+from topreduce.lab.report.tables import grids
+from topreduce.lab.report.verdict import verdict
 
 BROWSER = "chromium"
 FLAGS = [

@@ -12,7 +12,7 @@ import pytest
 import topreduce.torch
 from topreduce import _core
 from topreduce.lab.arguments import make_parser
-from topreduce.lab.methods import parse_methods
+from topreduce.lab.experiments.methods import parse_methods
 from topreduce.torch import attachment
 
 ROOT = Path(__file__).parents[2]

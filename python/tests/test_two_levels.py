@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import topreduce
 import topreduce.torch
-from topreduce.lab.cluster import INTERFACE, cluster, obstacle
-from topreduce.lab.namespaces import bytes_through, enter
+from topreduce.lab.network.cluster import INTERFACE, cluster, obstacle
+from topreduce.lab.network.namespaces import bytes_through, enter
 from topreduce.torch import CommError, Sync, WireError, lane
 from topreduce.torch import machines as connections
 from topreduce.torch.two_levels import on_two_levels

@@ -6,10 +6,10 @@ import argparse
 import re
 from pathlib import Path
 
-from topreduce.lab.cluster import parse_rates
-from topreduce.lab.methods import Method, parse_methods
-from topreduce.lab.models import MODELS, Workload, check_model
-from topreduce.lab.runs import Network
+from topreduce.lab.experiments.methods import Method, parse_methods
+from topreduce.lab.experiments.runs import Network
+from topreduce.lab.network.cluster import parse_rates
+from topreduce.lab.tasks.models import MODELS, Workload, check_model
 
 RACE_METHODS = "noop,dense,bf16,powersgd:1,powersgd:4,topk:density=0.01,ok_topk:density=0.01"
 TRAIN_METHODS = "dense,bf16,powersgd:8,topk:density=0.01,ok_topk:density=0.01"
@@ -36,8 +36,10 @@ def make_parser() -> argparse.ArgumentParser:
     _add_network(race)
     _add_workload(race)
     race.add_argument("--methods", default=RACE_METHODS, help="what to compare, commas between")
-    race.add_argument("--rounds", type=count, default=10, help="turns of each method")
-    race.add_argument("--turn", type=count, default=2, help="steps of a turn")
+    race.add_argument("--rounds", type=count, default=10, help="how often each method has its turn")
+    race.add_argument(
+        "--turn", type=count, default=2, help="steps of a method before it is the next one's turn"
+    )
     race.add_argument(
         "--compute", type=as_seconds, help="wait so long instead of computing, e.g. 50ms"
     )
@@ -49,7 +51,12 @@ def make_parser() -> argparse.ArgumentParser:
     _add_network(train)
     _add_workload(train)
     train.add_argument("--methods", default=TRAIN_METHODS, help="what to compare, commas between")
-    train.add_argument("--steps", type=count, default=300, help="of dense; it sets the loss")
+    train.add_argument(
+        "--steps",
+        type=count,
+        default=300,
+        help="of dense; the loss that it ends with is the one to reach",
+    )
     train.add_argument("--target-loss", type=float, help="the loss to reach instead of dense's")
     train.add_argument("--seconds", type=as_seconds, help="train each for so long instead")
     train.add_argument("--seeds", type=count, default=1, help="trainings of each method")

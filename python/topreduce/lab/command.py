@@ -13,7 +13,6 @@ from typing import TextIO
 
 from rich.console import Console
 
-from topreduce.lab import report, runs
 from topreduce.lab.arguments import (
     RACE_METHODS,
     TRAIN_METHODS,
@@ -22,14 +21,16 @@ from topreduce.lab.arguments import (
     network,
     workload,
 )
-from topreduce.lab.cluster import become_root
-from topreduce.lab.launch import RankError
-from topreduce.lab.namespaces import ClusterError
-from topreduce.lab.race import RaceOptions, with_again
-from topreduce.lab.results import RESULTS, Results, load, named, new_folder, save
-from topreduce.lab.tables import grids, rich_table
-from topreduce.lab.train import TrainOptions
-from topreduce.lab.verdict import verdict
+from topreduce.lab.experiments import runs
+from topreduce.lab.experiments.launch import RankError
+from topreduce.lab.experiments.race import RaceOptions, with_again
+from topreduce.lab.experiments.train import TrainOptions
+from topreduce.lab.network.cluster import become_root
+from topreduce.lab.network.namespaces import ClusterError
+from topreduce.lab.report import page as report
+from topreduce.lab.report.results import RESULTS, Results, load, named, new_folder, save
+from topreduce.lab.report.tables import grids, rich_table
+from topreduce.lab.report.verdict import verdict
 
 _WIDTH_OF_LOGS = 100
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text as Line
 
-from topreduce.lab import runs
 from topreduce.lab.arguments import Defaults, as_seconds
-from topreduce.lab.cluster import become_root, obstacle, parse_rates
 from topreduce.lab.command import guarded, make_console, publish
-from topreduce.lab.methods import parse_methods
-from topreduce.lab.models import MODELS, Workload
-from topreduce.lab.results import Results, new_folder
-from topreduce.lab.train import TrainOptions
+from topreduce.lab.experiments import runs
+from topreduce.lab.experiments.methods import parse_methods
+from topreduce.lab.experiments.train import TrainOptions
+from topreduce.lab.network.cluster import become_root, obstacle, parse_rates
+from topreduce.lab.report.results import Results, new_folder
+from topreduce.lab.tasks.models import MODELS, Workload
 
 METHODS = "dense,bf16,topk:density=0.01"
 SAMPLE_CHARACTERS = 240

@@ -6,12 +6,12 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
-from topreduce.lab.race import RaceRow
-from topreduce.lab.results import Results, machine_words, mean
-from topreduce.lab.svg import COLOURS, Bar, Scale, Series, bar_chart, line_chart
-from topreduce.lab.tables import Grid, grids
-from topreduce.lab.train import TrainRun
-from topreduce.lab.verdict import verdict
+from topreduce.lab.experiments.race import RaceRow
+from topreduce.lab.experiments.train import TrainRun
+from topreduce.lab.report.results import Results, machine_words, mean
+from topreduce.lab.report.svg import COLOURS, Bar, Scale, Series, bar_chart, line_chart
+from topreduce.lab.report.tables import Grid, grids
+from topreduce.lab.report.verdict import verdict
 
 _MOST_POINTS = 400
 _FEWEST_BYTES = 1000  # of a step that are worth a bar: noop's barriers are not

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import topreduce.torch
 from topreduce import Layout, Reducer
-from topreduce.lab.diloco import DiLoCo
-from topreduce.lab.sharding import NATIVE, mesh_of, shard, shard_natively
+from topreduce.lab.experiments.diloco import DiLoCo
+from topreduce.lab.experiments.sharding import NATIVE, mesh_of, shard, shard_natively
 
 OURS = "topreduce."  # "topreduce.dense" is our dense, "dense" is DDP's own all-reduce
 STEPS_BEFORE_POWERSGD = 2  # it refuses to begin earlier

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from topreduce.lab.namespaces import TOOLS, ClusterError, Helper, Namespace, tool
-from topreduce.lab.relay import Relay
+from topreduce.lab.network.namespaces import TOOLS, ClusterError, Helper, Namespace, tool
+from topreduce.lab.network.relay import Relay
 
 Kept = TypeVar("Kept", bound=Helper)
 Rate = float | None  # bits per second; None: as fast as the machine

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from topreduce.lab.cluster import Host, Rate, bucket_bytes, rate_words
-from topreduce.lab.namespaces import ClusterError
+from topreduce.lab.network.cluster import Host, Rate, bucket_bytes, rate_words
+from topreduce.lab.network.namespaces import ClusterError
 
 TOLERANCE = 0.10
 _BULK_SECONDS = 0.25

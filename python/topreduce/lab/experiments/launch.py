@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from topreduce.lab.cluster import Place
-from topreduce.lab.namespaces import enter
+from topreduce.lab.network.cluster import Place
+from topreduce.lab.network.namespaces import enter
 
 Options = TypeVar("Options")
 Report = TypeVar("Report")
@@ -32,7 +32,12 @@ Body = Callable[[int, int, Options, Callable[[Report], None]], Result]
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=5)
 # One process imports what ranks need, which takes seconds of a processor; they fork from it.
-PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "topreduce.lab.race", "topreduce.lab.train"]
+PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "topreduce.lab.experiments.race",
+    "topreduce.lab.experiments.train",
+]
 SECONDS_AFTER_FAILURE = 1.0  # to hear every rank's complaint and find the one that began
 SECONDS_TO_END = 30.0
 

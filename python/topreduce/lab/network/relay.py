@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from topreduce.lab.namespaces import ClusterError, Helper, Namespace
+from topreduce.lab.network.namespaces import ClusterError, Helper, Namespace
 
 _PROGRAM = Path(__file__).with_name("relay")  # python/relay/relay.cpp
 

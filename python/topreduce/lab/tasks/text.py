@@ -56,7 +56,7 @@ class Text:
 @functools.cache
 def load_text(name: str = "tinyshakespeare") -> Text:
     """Load a text that comes with the package."""
-    file = resources.files("topreduce.lab") / "data" / f"{name}.txt"
+    file = resources.files("topreduce.lab.tasks") / "data" / f"{name}.txt"
     written = file.read_text(encoding="utf-8")
     empty = torch.empty(0, dtype=torch.long)
     whole = Text("".join(sorted(set(written))), empty, empty)

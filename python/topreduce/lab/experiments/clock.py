@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from topreduce.lab.race import RaceRow
-from topreduce.lab.train import REFERENCE, TrainRun
+from topreduce.lab.experiments.race import RaceRow
+from topreduce.lab.experiments.train import REFERENCE, TrainRun
 
 
 def on_the_clock_of(rows: Sequence[RaceRow], runs: Sequence[TrainRun]) -> list[TrainRun]:

@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from topreduce.lab.methods import AGAIN, Method
-from topreduce.lab.models import Workload
-from topreduce.lab.trainer import Step, Trainer
+from topreduce.lab.experiments.methods import AGAIN, Method
+from topreduce.lab.experiments.replica import Replica, Step
+from topreduce.lab.tasks.models import Workload
 from topreduce.torch.attachment import RAMP_STEPS, WARMUP_STEPS
 
 REFERENCE = "dense"
@@ -144,7 +144,7 @@ class _Training:
         self._report = report
         apart = SEEDS_APART if method.label.endswith(AGAIN) else 0
         workload = dataclasses.replace(options.workload, seed=seed + apart)
-        self._trainer = Trainer(rank, workload, method, options.optimizer, options.learning_rate)
+        self._replica = Replica(rank, workload, method, options.optimizer, options.learning_rate)
         self._steps: list[Step] = []
         self._evaluations: list[Evaluation] = []
         self._reached = ""
@@ -159,7 +159,7 @@ class _Training:
             rate = 1.0
             if self._options.schedule == "cosine":
                 rate = _LAST_SHARE + (1 - _LAST_SHARE) * (1 + math.cos(math.pi * self._share)) / 2
-            step = self._trainer.step(rate)
+            step = self._replica.step(rate)
             self._steps.append(step)
             self._spent += step.end - step.start
             self._sent += step.bytes_sent
@@ -168,9 +168,9 @@ class _Training:
                 self._evaluate()
         sample = ""
         if self._rank == 0:
-            sample = self._trainer.task.sample(self._options.sample)
-        self._trainer.close()
-        model = self._trainer.task.model
+            sample = self._replica.task.sample(self._options.sample)
+        self._replica.close()
+        model = self._replica.task.model
         stats = [step.stats for step in self._steps if step.stats]
         return TrainRun(
             label=self._method.label,
@@ -209,7 +209,7 @@ class _Training:
 
     def _evaluate(self) -> None:
         """Outside of the clock: neither its seconds nor its bytes count."""
-        loss = self._trainer.validation_loss()
+        loss = self._replica.validation_loss()
         self._evaluations.append(
             Evaluation(
                 step=len(self._steps),

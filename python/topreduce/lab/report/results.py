@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from topreduce import __version__
-from topreduce.lab.race import RaceRow
-from topreduce.lab.train import REFERENCE, Evaluation, TrainRun
+from topreduce.lab.experiments.race import RaceRow
+from topreduce.lab.experiments.train import REFERENCE, Evaluation, TrainRun
 
 FORMAT = 1
 RESULTS = "results.json"

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from topreduce.lab.digits import load_digits
-from topreduce.lab.gpt import GPT, PRESETS, preset
-from topreduce.lab.own import OwnTask, own_maker
-from topreduce.lab.resnet import ResNet
-from topreduce.lab.text import Text, load_text
-from topreduce.lab.waiting import Waiting
+from topreduce.lab.tasks.digits import load_digits
+from topreduce.lab.tasks.gpt import GPT, PRESETS, preset
+from topreduce.lab.tasks.own import OwnTask, own_maker
+from topreduce.lab.tasks.resnet import ResNet
+from topreduce.lab.tasks.text import Text, load_text
+from topreduce.lab.tasks.waiting import Waiting
 
 MODELS = (*PRESETS, "lstm", "resnet")
 T = TypeVar("T")

@@ -10,17 +10,24 @@ from pathlib import Path
 
 from rich.console import Console
 
-from topreduce.lab.clock import on_the_clock_of
-from topreduce.lab.cluster import Place, Rate, cluster_and_relay, obstacle, rate_words
-from topreduce.lab.launch import launch
-from topreduce.lab.methods import Method, parse_methods
-from topreduce.lab.namespaces import ClusterError
-from topreduce.lab.progress import progress
-from topreduce.lab.race import RaceOptions, RaceRow, Turn, race_rank, race_rows, with_again
-from topreduce.lab.relay import Relay
-from topreduce.lab.results import RESULTS, Results, save
-from topreduce.lab.selftest import LinkCheck, check_links, refuse_if_off
-from topreduce.lab.train import Progress, TrainOptions, TrainRun, in_order, train_rank
+from topreduce.lab.experiments.clock import on_the_clock_of
+from topreduce.lab.experiments.launch import launch
+from topreduce.lab.experiments.methods import Method, parse_methods
+from topreduce.lab.experiments.progress import progress
+from topreduce.lab.experiments.race import (
+    RaceOptions,
+    RaceRow,
+    Turn,
+    race_rank,
+    race_rows,
+    with_again,
+)
+from topreduce.lab.experiments.train import Progress, TrainOptions, TrainRun, in_order, train_rank
+from topreduce.lab.network.cluster import Place, Rate, cluster_and_relay, obstacle, rate_words
+from topreduce.lab.network.namespaces import ClusterError
+from topreduce.lab.network.relay import Relay
+from topreduce.lab.network.selftest import LinkCheck, check_links, refuse_if_off
+from topreduce.lab.report.results import RESULTS, Results, save
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from topreduce.lab.methods import AGAIN, Method
-from topreduce.lab.race import RaceRow
-from topreduce.lab.results import Results, mean
-from topreduce.lab.train import REFERENCE, TrainRun
+from topreduce.lab.experiments.methods import AGAIN, Method
+from topreduce.lab.experiments.race import RaceRow
+from topreduce.lab.experiments.train import REFERENCE, TrainRun
+from topreduce.lab.report.results import Results, mean
 
 _NEAR = 1.05  # less than that is no gain
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from topreduce.lab.methods import AGAIN
-from topreduce.lab.race import RaceRow
-from topreduce.lab.results import Results, mean
-from topreduce.lab.train import Evaluation, steps_before_steady
-from topreduce.lab.verdict import noise
+from topreduce.lab.experiments.methods import AGAIN
+from topreduce.lab.experiments.race import RaceRow
+from topreduce.lab.experiments.train import Evaluation, steps_before_steady
+from topreduce.lab.report.results import Results, mean
+from topreduce.lab.report.verdict import noise
 
 _MOST_LATE = 0.05  # of the packets of a network with a delay
 _MOST_NOISE = 0.1  # of a race whose step times are to be a clock

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from topreduce.lab.methods import Method
-from topreduce.lab.models import Task, Workload, make_task
-from topreduce.lab.namespaces import ClusterError, bytes_through
+from topreduce.lab.experiments.methods import Method
+from topreduce.lab.network.namespaces import ClusterError, bytes_through
+from topreduce.lab.tasks.models import Task, Workload, make_task
 
 STEPS_OF_RISE = 20
 _LARGEST_NORM = 1.0
@@ -31,7 +31,7 @@ class Step:
     stats: dict[str, Any]  # ours, if the method is ours
 
 
-class Trainer:
+class Replica:
     """Trains one replica step by step."""
 
     def __init__(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from topreduce.lab.text import mix_keys
+from topreduce.lab.tasks.text import mix_keys
 
 VALIDATION_SHARE = 0.2
 SHADES = 16
@@ -42,7 +42,7 @@ class Digits:
 @functools.cache
 def load_digits() -> Digits:
     """Load the pictures; the last fifth is kept back."""
-    with (resources.files("topreduce.lab") / "data" / "digits.npz").open("rb") as file:
+    with (resources.files("topreduce.lab.tasks") / "data" / "digits.npz").open("rb") as file:
         stored = np.load(file)
         pictures = torch.from_numpy(stored["pictures"].astype(np.float32) / SHADES)
         names = torch.from_numpy(stored["names"].astype(np.int64))

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from topreduce.lab.methods import Method
-from topreduce.lab.models import Workload
-from topreduce.lab.trainer import Step, Trainer
+from topreduce.lab.experiments.methods import Method
+from topreduce.lab.experiments.replica import Replica, Step
+from topreduce.lab.tasks.models import Workload
 
 STAGES = ("look", "choose", "pack", "network", "unpack", "commit")
 WARM_UP_STEPS = 3  # DDP cuts its buckets anew after the first, PowerSGD begins with the third
@@ -75,29 +75,29 @@ def race_rank(
     """One rank's part: parameters and counted steps of every method."""
     torch.set_num_threads(1)
     methods = [method.steady() for method in options.methods]
-    trainers = [Trainer(rank, options.workload, method) for method in methods]
-    counted: list[list[Step]] = [[] for _ in trainers]
+    replicas = [Replica(rank, options.workload, method) for method in methods]
+    counted: list[list[Step]] = [[] for _ in replicas]
     for number in range(options.rounds + 1):
-        for place in range(len(trainers)):
+        for place in range(len(replicas)):
             # Another order in every round: no method always follows the same other.
-            turn = (place + number) % len(trainers)
-            steps = _take_turn(trainers[turn], options.steps if number else WARM_UP_STEPS)
+            turn = (place + number) % len(replicas)
+            steps = _take_turn(replicas[turn], options.steps if number else WARM_UP_STEPS)
             if number:
                 counted[turn] += steps
             if rank == 0:
                 last = steps[-1]
                 report(Turn(options.methods[turn].label, number, last.end - last.start))
-    for trainer in trainers:
-        trainer.close()
-    parameters = sum(each.numel() for each in trainers[0].task.model.parameters())
+    for replica in replicas:
+        replica.close()
+    parameters = sum(each.numel() for each in replicas[0].task.model.parameters())
     return [(parameters, steps) for steps in counted]
 
 
-def _take_turn(trainer: Trainer, count: int) -> list[Step]:
+def _take_turn(replica: Replica, count: int) -> list[Step]:
     steps = []
     for _ in range(count):
         begin_together()
-        steps.append(trainer.step())
+        steps.append(replica.step())
     dist.barrier()
     return steps
 

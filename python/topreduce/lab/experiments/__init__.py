@@ -1,0 +1,1 @@
+"""Races and trainings of methods, on ranks that are processes."""

@@ -1,0 +1,1 @@
+"""An emulated network: hosts in namespaces, links with a rate and a delay."""

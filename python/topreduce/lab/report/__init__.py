@@ -1,0 +1,1 @@
+"""What was measured: results.json, tables, charts, one page, and the answer first."""

@@ -1,0 +1,1 @@
+"""What is trained: models, their data, their loss."""
