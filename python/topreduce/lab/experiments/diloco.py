@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
 _LEARNING_RATE = 0.7
 _MOMENTUM = 0.9
@@ -38,4 +38,6 @@ class DiLoCo:
         gradient /= dist.get_world_size()
         self._momentum.mul_(_MOMENTUM).add_(gradient)
         self._start -= _LEARNING_RATE * (gradient + _MOMENTUM * self._momentum)
-        vector_to_parameters(self._start, own)
+        sizes = [each.numel() for each in own]
+        for each, part in zip(own, torch.split(self._start, sizes), strict=True):
+            each.copy_(part.view_as(each))

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
@@ -110,11 +109,6 @@ class Method:
 Register = Callable[[Attached, DistributedDataParallel, str], None]
 
 
-def _in_bf16(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """PyTorch's; DDP takes it under its own name with NCCL only, though Gloo adds up bf16 too."""
-    return default_hooks.bf16_compress_hook(state, bucket)
-
-
 def _hook(hook: Any) -> Register:
     def register(attached: Attached, ddp: DistributedDataParallel, argument: str) -> None:
         ddp.register_comm_hook(None, hook)
@@ -153,7 +147,8 @@ STOCK: dict[str, Register] = {
     "noop": _hook(debugging_hooks.noop_hook),
     "dense": _hook(default_hooks.allreduce_hook),
     "fp16": _hook(default_hooks.fp16_compress_hook),
-    "bf16": _hook(_in_bf16),
+    # Under its own name DDP takes this hook with NCCL only, though Gloo adds up bf16 too.
+    "bf16": _hook(lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)),
     "powersgd": _powersgd,
     "post_local_sgd": _post_local_sgd,
     "diloco": _diloco,

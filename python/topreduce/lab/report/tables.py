@@ -142,7 +142,7 @@ def train_grid(results: Results) -> Grid:
                 _over(found, everyone, [str(each.step) for each in found]),
                 str(max(run.evaluations[-1].step for run in runs)),
                 f"{mean([run.final_loss for run in runs]):.3f}",
-                f"{1e3 * mean([statistics.median(run.seconds) for run in runs]):.0f}",
+                _step_milliseconds([run.seconds for run in runs if run.seconds]),
             ]
         )
     again = any(label.endswith(AGAIN) for label in results.labels())
@@ -218,6 +218,12 @@ def _noise_words(results: Results) -> str:
     if ratio is None or abs(ratio - 1) <= _MOST_NOISE:
         return ""
     return f" Its A/A row is {ratio:.2f}: take more --rounds, or a calmer machine."
+
+
+def _step_milliseconds(trainings: Sequence[Sequence[float]]) -> str:
+    """One that began at the loss to reach has no step."""
+    medians = [statistics.median(seconds) for seconds in trainings]
+    return f"{1e3 * mean(medians):.0f}" if medians else "-"
 
 
 def _seconds(seconds: float) -> str:
