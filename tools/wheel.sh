@@ -22,11 +22,11 @@ try_wheel() {
     "$venv/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off \
       dist/*.whl "$torch" || return
   # shellcheck disable=SC2016 # for the other shell
-  cd "$venv" && env -i PATH="$venv/bin" HOME="$venv" LANG=C.UTF-8 /bin/bash -eu -c '
+  (cd "$venv" && env -i PATH="$venv/bin" HOME="$venv" LANG=C.UTF-8 /bin/bash -eu -c '
     ! command -v cc c++ gcc g++ cmake
     python -c "import topreduce; print(topreduce.__file__, topreduce.__version__)"
     topreduce methods topk
-    torchrun --nproc-per-node 2 "$0"/examples/torch_ddp.py' "$root"
+    torchrun --nproc-per-node 2 "$0"/examples/torch_ddp.py' "$root")
 }
 
 wheel() {
