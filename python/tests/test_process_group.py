@@ -374,7 +374,8 @@ def leave(rank: Rank) -> None:
         with pytest.raises(CommError, match="closed"):
             comm.all_gather(np.zeros(5, np.uint8))
     else:
-        words = r"rank \d of 3, attach\(\): .*rank 1 gave up: the building is on fire \\udc80\\x1b"
+        fire = r"rank 1 gave up: the building is on fire \\udc80\\x1b"
+        words = rf"{fire}.*; noticed by rank {rank.rank} of 3, attach\(\)"
         with pytest.raises(CommError, match=words):
             comm.all_gather(np.zeros(5, np.uint8))
 

@@ -363,7 +363,7 @@ def break_down(rank: Rank, broken: int, part: str) -> str:
 def test_one_broken_rank_stops_all_machines(broken: int, part: str) -> None:
     for rank, message in enumerate(group(4).run(break_down, broken, part)):
         assert "the cable is cut" in message, message
-        assert rank == broken or message.startswith(f"rank {rank} of 4, "), message
+        assert rank == broken or f"; noticed by rank {rank} of 4, " in message, message
         if rank != broken:
             assert f"rank {broken} gave up: CommError: the cable is cut" in message
 
@@ -414,7 +414,7 @@ def test_a_busy_rank_is_named_on_every_machine(machines: Machines, late: int) ->
     """Also by ranks that wait for others which wait for it, all for the same two seconds."""
     ranks = sum(map(len, machines))
     for rank, message in enumerate(group(ranks).run(be_busy, machines, late)):
-        assert message.startswith(f"rank {rank} of {ranks}, ")
+        assert f"; noticed by rank {rank} of {ranks}, " in message
         named = f"Timed out waiting 2000ms (rank {late} did not come, and may just be busy"
         assert (named in message) == (rank != late), message
         assert message.count("did not come") == (rank != late), message
