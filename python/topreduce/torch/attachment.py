@@ -78,10 +78,10 @@ def attach(
     rank's machine, as a process group, or "host" for those of one host name and boot; gradients are
     then averaged inside each machine first, and one rank of each exchanges, and owes. `timeout`:
     how long to wait for a peer that is silent, which may just be busy; None waits as long as the
-    model's process group. `verify_every`: compare the parameters, and the means, over the ranks
-    every so many steps, and raise DriftError on all of them, with the rank that differs; 0 for
-    never. `commit_if`: asked on this rank before a step is committed; if it says no, backward()
-    raises CommError, and since other ranks may have committed, `rebuild()` must follow.
+    model's process group. `verify_every`: after how many steps the parameters, and the means,
+    are compared over the ranks, with a DriftError on all of them that names the rank that differs;
+    0 for never. `commit_if`: asked on this rank before a step is committed; if it says no,
+    backward() raises CommError, and since other ranks may have committed, `rebuild()` must follow.
     """
     if dist.GroupMember.NON_GROUP_MEMBER in (group, replicas):
         raise ValueError("this rank is not in the group: call attach on the ranks of the group")
