@@ -9,8 +9,9 @@ string(REGEX MATCH "[0-9.]+" PROJECT_VERSION "${line}")
 
 include(${PROJECT_SOURCE_DIR}/topreduce/public_headers.cmake)
 set(inputs "")
-foreach(page index pytorch python reliability security torchft algorithms lab architecture wire glossary)
-  string(APPEND inputs " ${PROJECT_SOURCE_DIR}/docs/${page}.md") # in the order of the side bar
+foreach(page index pytorch cpp python results reliability security torchft algorithms lab architecture
+             wire glossary) # in the order of the side bar
+  string(APPEND inputs " ${PROJECT_SOURCE_DIR}/docs/${page}.md")
 endforeach()
 foreach(header ${public_headers} ${public_mpi_headers})
   string(APPEND inputs " ${PROJECT_SOURCE_DIR}/topreduce/${header}")
