@@ -38,12 +38,16 @@ class Sync:
         comm: GroupCommunicator,
         steps: Steps,
         attached: Attached,
+        terms: str = "",
     ) -> None:
+        """`terms`: what ranks must have alike beside the reducer, in words."""
         self._reducer = reducer
         self._comm = comm
         self._steps = steps
         self._release, self._hold, self._book, self._module, self._regroup = attached
         self._attached = True
+        self._terms = terms
+        self._loads = 0  # how often `load` has changed the run
 
     def stats(self) -> dict[str, Any]:
         """What the last step cost this rank, and what it moved."""
@@ -121,6 +125,7 @@ class Sync:
         comm = None
         try:
             comm = GroupCommunicator(group, self._comm.timeout)
+            comm.concur(f"ready{self._terms}")
             rebuilt = rebuild(self._reducer, comm, self._steps.verifier.look, module, owners)
         except BaseException as error:
             if comm is not None:
@@ -132,6 +137,7 @@ class Sync:
         self._steps.reconnect(comm)
         regroup(group)
         self._steps.surroundings.debts_are_known()
+        self._loads = 0  # as on ranks that joined
         return rebuilt
 
     def _rebuildable(
