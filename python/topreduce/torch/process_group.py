@@ -4,6 +4,7 @@ The core sends and receives by sockets (comm/sockets.h); here is who the ranks a
 and what becomes of one that is lost.
 """
 
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,10 +90,15 @@ class GroupCommunicator(Communicator):
             if isinstance(group, Circle) and group.everyone is not None
             else Arrivals(self._store, self.rank, self._names, timeout, "waited")
         )
+        # Tells what these ranks save together from what others did before, or will.
+        self.run = secrets.token_hex(8)
+        if self.rank == 0:
+            self._store.set("run", self.run)
         if self.size > 1:
             self.connect(
                 connections.connect(self._store, self.rank, self.size, self._names, timeout)
             )
+            self.run = legible(self._store.get("run"))
         self._open = self.size > 1
         self.enter("attach")
 

@@ -183,7 +183,8 @@ class Sync:
             cuts = {key: cut[:2] for key, cut in cuts_of(state).items()}
             local = {k: local_part(each) if is_tensor(each) else each for k, each in state.items()}
             place = self._book.place(self._comm)
-            state_files.save(Path(folder), place, self._reducer.step, local, cuts)
+            run = f"{self._comm.run}.{self._loads}"
+            state_files.save(Path(folder), place, self._reducer.step, local, cuts, run)
 
     def load(self, folder: str | Path, step: int | None = None) -> int:
         """Goes on where the ranks called `save`: from the last step of which all files are there,
@@ -191,25 +192,29 @@ class Sync:
 
         Every rank reads its own file, or, if another number of ranks has saved, those of which it
         takes over a part: the mean of what is owed stays. Collective; if a rank finds no file, or a
-        damaged one, all raise ValueError, with which.
+        damaged one, or if files were not saved together, all raise ValueError, with which, and
+        nothing has changed.
         """
         folder, place = Path(folder), self._book.place(self._comm)
         self._expect_usable("load()")
         self._steps.wait_until_idle()
         self._comm.enter("load")
         try:
-            words = self._comm.ask_everyone(json.dumps(restoring.loadable(folder, place)))
+            found = self._all(lambda: restoring.loadable(folder, place))
+            words = self._comm.ask_everyone(json.dumps(found))
             chosen = restoring.choose(words, folder, step)
             owes = not isinstance(self._reducer, Member)
-            state = self._all(
+            state, runs = self._all(
                 lambda: restoring.read(folder, place, chosen, tensors=owes, cuts=self._cuts)
             )
+            restoring.expect_one_run(self._comm.ask_everyone(json.dumps(runs)), chosen)
             self._all(lambda: self._book.unpack(state, self._reducer, self._comm))
         except ValueError:
             raise
         except Exception as error:
             raise self._steps.fail(error) from None
         self._steps.surroundings.debts_are_known()
+        self._loads += 1
         return chosen
 
     def _cuts(self) -> dict[str, Cut]:
