@@ -26,8 +26,8 @@ VICTIM = 1
 TIMEOUT = 1.0  # seconds
 
 
-def lose_a_rank(rank: Rank, phase: str, how: str) -> tuple[str, float] | None:
-    """What the survivors hear, and after how many seconds."""
+def lose_a_rank(rank: Rank, phase: str, how: str, behind: float = 0) -> tuple[str, float] | None:
+    """What the survivors hear, and after how many seconds. Rank 2 begins `behind` the others."""
     run = Run(rank, bucket_cap_mb=0.02)
     sync = attach(run.ddp, **BUCKET, timeout=timedelta(seconds=TIMEOUT))
     run.train(range(2))
@@ -38,6 +38,8 @@ def lose_a_rank(rank: Rank, phase: str, how: str) -> tuple[str, float] | None:
     dist.all_gather_object(processes, os.getpid())
     if rank.rank == VICTIM:
         sync._comm.fail_at(0, "", phase, how)
+    if rank.rank == 2:
+        time.sleep(behind)
     started = time.monotonic()
     if rank.rank == VICTIM:
         # It has what came while it was stopped, and may get further: in the vote that is all.
@@ -68,6 +70,12 @@ def test_a_rank_is_stopped_in_each_phase() -> None:
             assert "Timed out" in text, text
             assert f"rank {VICTIM}" in text, text
             print(f"stopped in the {phase}: rank {each} knew after {seconds:.2f} s")
+
+
+def test_whoever_hears_of_a_time_out_waits_for_no_other() -> None:
+    answers = group(3).run(lose_a_rank, "exchange", "stop", TIMEOUT / 2)
+    text, _ = answers[2]
+    assert f"rank {VICTIM} is silent: rank 0 gave up: CommError: Timed out" in text
 
 
 def test_a_rank_is_killed_in_each_phase() -> None:
