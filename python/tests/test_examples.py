@@ -74,11 +74,14 @@ def test_every_rank_keeps_what_it_owes_beside_lightnings_checkpoints(tmp_path: P
     assert ranks[0]["saved"] != ranks[1]["saved"]
     folders = [each.name for each in tmp_path.glob("*.topreduce")]
     assert folders == ["epoch=2.ckpt.topreduce"], "those of older ones are gone"
-    for rank, file in enumerate(sorted((tmp_path / folders[0]).iterdir())):
+    files = sorted((tmp_path / folders[0]).iterdir())
+    for rank, file in enumerate(files):
         tensors = [key for key in StateFile(file) if "/owed/" in key]
         assert tensors and all(key.startswith(f"rank{rank}/") for key in tensors)
     whole = torch.load(tmp_path / "epoch=2.ckpt", weights_only=False)
     assert "owed" not in str(whole.keys()) + str(whole["callbacks"].keys())
+    step = whole["topreduce"]["step"]
+    assert [file.name for file in files] == [Place(rank, 2).file(step) for rank in range(2)]
 
 
 def test_the_trainer_resumes_what_each_rank_owes(tmp_path: Path) -> None:
