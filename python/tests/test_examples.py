@@ -59,6 +59,20 @@ def test_torchrun_itself() -> None:
     check_traffic(run_alone(*torchrun, "examples/torch_ddp.py"), 19210)
 
 
+def test_torchrun_starts_ranks_again_from_what_they_saved(tmp_path: Path) -> None:
+    script = "python/tests/elastic_restart.py"
+    (tmp_path / "whole").mkdir()
+    ends = re.compile(r"rank \d ends at step 18 with (\S+)")
+    whole = ends.findall(run(2, script, str(tmp_path / "whole")))
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    output = run_alone(*torchrun, "--max-restarts=1", script, str(tmp_path))
+    assert sorted(re.findall(r"rank \d goes on from step \d+", output)) == [
+        f"rank {rank} goes on from step 10" for rank in range(2)
+    ]
+    assert ends.findall(output) == whole
+    assert len(whole) == 2 and whole[0] == whole[1]
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_only_what_matters_travels(name: str) -> None:
     ranks, parameters = EXAMPLES[name]
