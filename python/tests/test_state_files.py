@@ -295,9 +295,9 @@ def test_what_cannot_be_loaded_is_refused_on_all_ranks(tmp_path: Path) -> None:
         assert "rank 2: 2" in incomplete
         assert damaged.startswith("rank 1: ")
         assert f"{Place(1, 3).file(2)} is damaged" in damaged
-        assert f"{Place(0, 3).file(5)} is not what its name says" in renamed
+        assert f"{Place(0, 3).file(3)} is not what its name says" in renamed
         assert "rank 0 at step 0.0" in renamed
-        files = f"{Place(0, 3).file(5)} and {Place(1, 3).file(5)}"
+        files = f"{Place(0, 3).file(3)} and {Place(1, 3).file(3)}"
         assert f"load: {files} were not saved together" in mixed
 
 
