@@ -202,6 +202,9 @@ class Cluster {
   Reducer& operator[](int rank) { return reducers_[static_cast<std::size_t>(rank)]; }
   std::span<Reducer> reducers() { return reducers_; }
   void hand_over_by(Handing handing) { handing_ = handing; }
+  /// A rank is lost, or one that has made no steps comes as the last.
+  void leave(int rank) { reducers_.erase(reducers_.begin() + rank); }
+  void join() { reducers_.emplace_back(reducers_[0].layout(), reducers_[0].spec()); }
 
   /// One step; gradients by rank, each in parameter order. `participation`, by rank: what they say.
   std::vector<Outcome> step(const std::vector<Floats>& gradients, const Cut& cut,

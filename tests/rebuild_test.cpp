@@ -37,6 +37,24 @@ class DiesInVote final : public comm::Decorator {
   bool votes_ = false;
 };
 
+/// A rank that dies after so many messages.
+class Dies final : public comm::Decorator {
+ public:
+  Dies(Communicator& inner, int after) : Decorator(inner), left_(after) {}
+
+  void post(int peer, const comm::Tag& tag, std::span<const std::byte> head,
+            std::span<const std::byte> bytes) override {
+    if (left_-- == 0) {
+      flush();
+      throw CommError("killed");
+    }
+    Decorator::post(peer, tag, head, bytes);
+  }
+
+ private:
+  int left_;
+};
+
 /// What a rank has after it was rebuilt.
 struct Rebuilt {
   RebuildPlan plan;
@@ -220,6 +238,50 @@ TEST_P(Rebuild, WhoJoinsOwesNothing) {
       EXPECT_NEAR(left, 0, 1e-5 * largest);
     }
   }
+}
+
+// Wherever a rank dies in a rebuild, those who are left go on with the same: some may have gone
+// through with it, and others not.
+TEST_P(Rebuild, WhoDiesInARebuildLeavesTheOthersAlike) {
+  int parted = 0;
+  for (int after = 0, died = 1; died > 0; ++after) {
+    SCOPED_TRACE("dies after " + std::to_string(after) + " messages");
+    lose_the_last(4, 1, Handing::lend);
+    Reducer newcomer(layout_, survivors_[0]->spec());
+    std::vector<Reducer*> four = survivors_, three = {survivors_[0], survivors_[1], &newcomer};
+    four.push_back(&newcomer);
+    std::vector<char> through(4);
+    run_ranks(4, [&](Communicator& inner) {
+      const auto r = static_cast<std::size_t>(inner.rank());
+      std::unique_ptr<Communicator> dying;
+      if (r == 2) dying = std::make_unique<Dies>(inner, after);
+      Communicator& comm = dying ? *dying : inner;
+      try {
+        four[r]->rebuild(comm, four[r]->plan_rebuild(comm));
+        through[r] = 1;
+      } catch (const CommError&) {
+      }
+    });
+    died = 1 - through[2];
+    const bool any = through[0] + through[1] + through[3] > 0;
+    parted += any && through[0] + through[1] + through[3] < 3;
+    const auto rebuilt = rebuild(three);
+    EXPECT_EQ(rebuilt[0].plan.lost, 1 + !any);
+    if (feedback_name(*three[0]) == "residual") {
+      for (std::size_t r = 0; r < 2; ++r) {
+        Floats owed = want_[r].owed;
+        for (float& x : owed) x *= any ? 4.0f / 3 : 3.0f / 2;
+        EXPECT_TRUE(same_bits(three[r]->owed(), owed)) << "rank " << r;
+      }
+      EXPECT_EQ(energy_of(newcomer.owed()), 0);
+    }
+    if (!through[1]) EXPECT_TRUE(same_bits(rebuilt[1].late_mean, want_[1].gradient));
+    for (int s = 4; s < 7; ++s) {
+      const auto means = step(three, layout_, s);
+      for (const Floats& mean : means) EXPECT_TRUE(same_bits(mean, means[0])) << "step " << s;
+    }
+  }
+  EXPECT_GT(parted, 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Rows, Rebuild, testing::ValuesIn(rows()),

@@ -17,8 +17,9 @@
 #include "tests/cluster.h"
 #include "tests/faults.h"
 
-// Training that goes on and on: random methods and numbers of ranks, faults, ranks that die and
-// others that join, checkpoints that are loaded. After every step the laws are looked at.
+// Training that goes on and on: random methods and numbers of ranks, faults, ranks that die, miss a
+// commit or join (Reducer::rebuild), checkpoints that are loaded. After every step the laws are
+// looked at.
 
 namespace topreduce::laws {
 
@@ -28,7 +29,8 @@ struct SoakReport {
   std::map<std::string, std::uint64_t> faults;
   std::uint64_t errors = 0;    // of survivors
   std::uint64_t behind = 0;    // steps that only some ranks committed: the last message was hit
-  std::uint64_t rebuilds = 0;  // with another number of ranks
+  std::uint64_t rebuilds = 0;  // after a fault, or with one rank more
+  std::uint64_t late = 0;      // ranks that had missed the last commit, and made it then
   std::uint64_t resumes = 0;   // from a checkpoint, in new reducers
   std::uint64_t runs = 0;      // with another method
   std::uint64_t entries = 0;   // whose conservation was looked at
@@ -108,30 +110,45 @@ class Soak {
     load(*reducers_, from);
   }
 
-  // The survivors go on, or one more joins; its first debt is none. What everyone applies is a mean
-  // over the ranks, so it is the mean of what is owed that stays.
-  void rebuild(std::vector<State> of_survivors, int joining) {
+  // All that are there go on together. Returns, by rank, the mean of the last step on those who had
+  // missed its commit, and have made it now.
+  std::vector<Floats> rebuild() {
     ++report_.rebuilds;
-    const auto before = static_cast<float>(of_survivors.size());
-    const auto ranks = static_cast<float>(of_survivors.size() + comm::at(joining));
-    if (joining > 0) {
-      State fresh = of_survivors.front();
-      for (State& state : of_survivors) scale_debts(state, ranks / before);
-      scale_debts(fresh, 0);
-      for (int i = 0; i < joining; ++i) of_survivors.push_back(fresh);
-    }
-    set_ranks(static_cast<int>(ranks));
-    reducers_ = make();
-    load(*reducers_, of_survivors);
+    set_ranks(reducers_->ranks());
+    std::vector<Floats> late(comm::at(ranks_));
+    run_ranks(ranks_, [&](Communicator& comm) {
+      Reducer& reducer = (*reducers_)[comm.rank()];
+      const auto mean = reducer.rebuild(comm, reducer.plan_rebuild(comm));
+      late[comm::at(comm.rank())].assign(mean.begin(), mean.end());
+    });
+    for (const Floats& mean : late) report_.late += !mean.empty();
     keep_checkpoint();
+    return late;
   }
-  void scale_debts(State& state, float factor) const {
-    const auto owed = state.find("owed");
-    if (owed == state.end()) return;
-    for (std::uint64_t& bits : owed->second) {
-      const auto value = std::bit_cast<float>(static_cast<std::uint32_t>(bits)) * factor;
-      bits = std::bit_cast<std::uint32_t>(value);
+
+  // One more, whose first debt is none. What everyone applies is a mean over the ranks, so it is
+  // the mean of what is owed that stays.
+  void join() {
+    const std::vector<double> before = mean_owed();
+    reducers_->join();
+    rebuild();
+    const std::vector<double> after = mean_owed();
+    require(energy_of((*reducers_)[ranks_ - 1].owed()) == 0, "who joins owes something");
+    for (std::size_t i = 0; residual_ && i < before.size(); ++i) {
+      double largest = 0;
+      for (const Reducer& reducer : reducers_->reducers()) {
+        largest = std::max(largest, std::abs(static_cast<double>(reducer.owed()[i])));
+      }
+      require(std::abs(after[i] - before[i]) <= 1e-5 * largest, "a mean debt changes as one joins");
     }
+  }
+  std::vector<double> mean_owed() {
+    std::vector<double> mean;
+    for (const Reducer& reducer : reducers_->reducers()) {
+      mean.resize(reducer.owed().size());
+      for (std::size_t i = 0; i < mean.size(); ++i) mean[i] += reducer.owed()[i] / double(ranks_);
+    }
+    return mean;
   }
 
   // ---- steps ----
@@ -150,7 +167,8 @@ class Soak {
     check_laws(before, gradients, outcomes);
     if (one_in(40)) keep_checkpoint();
     if (one_in(100)) expect_same_after_resume();
-    if (one_in(100) && residual_ && ranks_ < 8) rebuild(states(), 1);
+    if (one_in(100) && ranks_ < 8) join();
+    if (one_in(200)) resume(checkpoint_);
     if (--steps_left_ == 0) start_run();
   }
 
@@ -169,7 +187,7 @@ class Soak {
     }
     faults::Incident incident(ranks_, fault, target, static_cast<std::uint32_t>(random_()),
                               std::chrono::milliseconds(1));
-    const auto outcomes = reducers_->step(gradients, cut_, 1, [&](Communicator& comm) {
+    auto outcomes = reducers_->step(gradients, cut_, 1, [&](Communicator& comm) {
       comm.set_timeout(timeout_);
       return std::make_unique<faults::Faulty>(comm, incident);
     });
@@ -200,19 +218,22 @@ class Soak {
       ++report_.committed;
       return check_laws(before, gradients, outcomes);
     }
-    // Some are one commit ahead, and nobody here can catch up: all go back.
-    if (committed != nullptr) {
-      ++report_.behind;
-      return resume(checkpoint_);
-    }
-    if (dead && ranks_ > 2) {
-      std::vector<State> survivors;
-      for (std::size_t r = 0; r < before.size(); ++r) {
-        if (static_cast<int>(r) != target.rank) survivors.push_back(before[r]);
+    if (dead && ranks_ == 2) return start_run();
+    if (committed != nullptr || dead) {
+      report_.behind += committed != nullptr;
+      if (dead) reducers_->leave(target.rank);
+      const Floats mean = committed == nullptr ? Floats() : committed->gradient;
+      const std::vector<Floats> late = rebuild();
+      for (std::size_t r = 0; r < late.size(); ++r) {
+        require(late[r].empty() || same_bits(late[r], mean), "a late commit is another one");
+        if (dead || late[r].empty()) continue;
+        outcomes[r].gradient = late[r];
+        outcomes[r].owed.assign((*reducers_)[static_cast<int>(r)].owed().begin(),
+                                (*reducers_)[static_cast<int>(r)].owed().end());
       }
-      return rebuild(std::move(survivors), 0);
+      if (!dead) check_laws(before, gradients, outcomes);
+      return;
     }
-    if (dead) return start_run();
     // The same ranks try again, as if nothing had happened.
     const auto again = reducers_->step(gradients, cut_);
     for (const Outcome& outcome : again) require(!outcome.failed(), outcome.error);
@@ -308,7 +329,7 @@ inline std::string to_string(const SoakReport& report) {
       "steps tried          %llu, committed by all ranks %llu, by some %llu\n"
       "faults               %llu (%s)\n"
       "errors of survivors  %llu, the last one knew after %.3f s at most\n"
-      "runs                 %llu, rebuilds %llu, resumes %llu\n"
+      "runs                 %llu, rebuilds %llu (late commits %llu), resumes %llu\n"
       "conservation         looked at for %llu entries; the first that is lost ends the soak\n"
       "memory               %.1f MB at most in the second quarter, %.1f in the last\n",
       static_cast<unsigned long long>(report.steps),
@@ -317,7 +338,7 @@ inline std::string to_string(const SoakReport& report) {
       faults.c_str(), static_cast<unsigned long long>(report.errors), report.slowest,
       static_cast<unsigned long long>(report.runs),
       static_cast<unsigned long long>(report.rebuilds),
-      static_cast<unsigned long long>(report.resumes),
+      static_cast<unsigned long long>(report.late), static_cast<unsigned long long>(report.resumes),
       static_cast<unsigned long long>(report.entries), report.early_mb, report.late_mb);
   return text;
 }

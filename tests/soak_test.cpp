@@ -19,6 +19,7 @@ TEST(Soak, AFewThousandSteps) {
   EXPECT_GT(report.committed, kSoakSteps / 2);
   EXPECT_EQ(report.faults.size(), faults::kFaultNames.size());
   EXPECT_GT(report.rebuilds, 0u);
+  EXPECT_GT(report.late, 0u);
   EXPECT_GT(report.resumes, 0u);
 #ifndef TOPREDUCE_SANITIZED
   EXPECT_TRUE(is_flat(report));

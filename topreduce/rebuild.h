@@ -23,6 +23,8 @@ struct TOPREDUCE_API RebuildPlan {
   int lost = 0;             ///< of these, ranks whose debts are lost
   /// About how much that was: the norm of what so many ranks owe, if they are like the others.
   double lost_norm = 0;
+  /// How many rebuilds these ranks have been through.
+  std::uint32_t rebuilds = 0;
 
   int count(Role role) const;
   /// Whether the same ranks go on, so that what they have learnt together stays.

@@ -135,16 +135,17 @@ class TOPREDUCE_API Reducer {
   void abandon(std::string_view why = {}) noexcept;
 
   /// After a CommError, or when ranks come or go: what the ranks of a new group have to do to go on
-  /// together. Changes nothing. Collective over the new ranks; std::invalid_argument on all of them
-  /// if they differ in model or settings. Then those of a rank that is on time give the caller's
+  /// together. Changes nothing, unless a `rebuild` failed here that others went through with: then
+  /// it is carried out now. Collective over the new ranks; std::invalid_argument on all of them if
+  /// they differ in model or settings. Then those of a rank that is on time give the caller's
   /// parameters to those that are not, and all call `rebuild`.
   RebuildPlan plan_rebuild(Communicator& comm);
 
   /// Carries it out. A rank that is late commits the step that others have, with the sums that it
   /// has itself; one that joins takes over what the leader has learnt, and owes nothing. What the
-  /// others owe is scaled so that its mean over the ranks stays. If it throws, nothing has changed:
-  /// make another plan, with the ranks that are left. Returns the mean of that step on a rank that
-  /// was late, in layout order, until the next `begin`. Collective.
+  /// others owe is scaled so that its mean over the ranks stays. If it throws, nothing has changed
+  /// here: make another plan, with the ranks that are left. Returns the mean of that step on a rank
+  /// that was late, in layout order, until the next `begin`. Collective.
   std::span<const float> rebuild(Communicator& comm, const RebuildPlan& plan);
 
   /// Goes on as if `step` were next; what is owed stays. For ranks for which others make the steps.

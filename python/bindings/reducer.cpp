@@ -429,8 +429,9 @@ void bind_reducer(nb::module_& module) {
           "plan_rebuild",
           [](Owner& self, Communicator& comm) { return self.reducer.plan_rebuild(comm); }, "comm"_a,
           nb::call_guard<nb::gil_scoped_release>(),
-          "What the ranks of a new group have to do to go on together; changes nothing. "
-          "Collective.")
+          "What the ranks of a new group have to do to go on together. If a rebuild failed here "
+          "that "
+          "others went through with, it is carried out now; else nothing changes. Collective.")
       .def(
           "rebuild",
           [](Owner& self, Communicator& comm, const RebuildPlan& plan) {

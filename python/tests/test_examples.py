@@ -59,6 +59,20 @@ def test_torchrun_itself() -> None:
     check_traffic(run_alone(*torchrun, "examples/torch_ddp.py"), 19210)
 
 
+def test_torchrun_starts_ranks_again_from_what_they_saved(tmp_path: Path) -> None:
+    script = "python/tests/elastic_restart.py"
+    (tmp_path / "whole").mkdir()
+    ends = re.compile(r"rank \d ends at step 18 with (\S+)")
+    whole = ends.findall(run(2, script, str(tmp_path / "whole")))
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    output = run_alone(*torchrun, "--max-restarts=1", script, str(tmp_path))
+    assert sorted(re.findall(r"rank \d goes on from step \d+", output)) == [
+        f"rank {rank} goes on from step 10" for rank in range(2)
+    ]
+    assert ends.findall(output) == whole
+    assert len(whole) == 2 and whole[0] == whole[1]
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_only_what_matters_travels(name: str) -> None:
     ranks, parameters = EXAMPLES[name]
@@ -74,11 +88,14 @@ def test_every_rank_keeps_what_it_owes_beside_lightnings_checkpoints(tmp_path: P
     assert ranks[0]["saved"] != ranks[1]["saved"]
     folders = [each.name for each in tmp_path.glob("*.topreduce")]
     assert folders == ["epoch=2.ckpt.topreduce"], "those of older ones are gone"
-    for rank, file in enumerate(sorted((tmp_path / folders[0]).iterdir())):
+    files = sorted((tmp_path / folders[0]).iterdir())
+    for rank, file in enumerate(files):
         tensors = [key for key in StateFile(file) if "/owed/" in key]
         assert tensors and all(key.startswith(f"rank{rank}/") for key in tensors)
     whole = torch.load(tmp_path / "epoch=2.ckpt", weights_only=False)
     assert "owed" not in str(whole.keys()) + str(whole["callbacks"].keys())
+    step = whole["topreduce"]["step"]
+    assert [file.name for file in files] == [Place(rank, 2).file(step) for rank in range(2)]
 
 
 def test_the_trainer_resumes_what_each_rank_owes(tmp_path: Path) -> None:

@@ -26,10 +26,13 @@ VICTIM = 1
 TIMEOUT = 1.0  # seconds
 
 
-def lose_a_rank(rank: Rank, phase: str, how: str) -> tuple[str, float] | None:
-    """What the survivors hear, and after how many seconds."""
+def lose_a_rank(
+    rank: Rank, phase: str, how: str, patience: float = TIMEOUT
+) -> tuple[str, float] | None:
+    """What the survivors hear, and after how many seconds. `patience`: that of rank 2."""
     run = Run(rank, bucket_cap_mb=0.02)
-    sync = attach(run.ddp, **BUCKET, timeout=timedelta(seconds=TIMEOUT))
+    timeout = patience if rank.rank == 2 else TIMEOUT
+    sync = attach(run.ddp, **BUCKET, timeout=timedelta(seconds=timeout))
     run.train(range(2))
     if phase == "agreement":
         sync.load_state_dict(sync.state_dict())  # the ranks compare settings anew
@@ -68,6 +71,12 @@ def test_a_rank_is_stopped_in_each_phase() -> None:
             assert "Timed out" in text, text
             assert f"rank {VICTIM}" in text, text
             print(f"stopped in the {phase}: rank {each} knew after {seconds:.2f} s")
+
+
+def test_whoever_hears_of_a_time_out_waits_for_no_other() -> None:
+    answers = group(3).run(lose_a_rank, "exchange", "stop", 3 * TIMEOUT)
+    text, _ = answers[2]
+    assert f"rank {VICTIM} is silent: rank 0 gave up: CommError: Timed out" in text
 
 
 def test_a_rank_is_killed_in_each_phase() -> None:

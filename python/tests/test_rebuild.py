@@ -149,6 +149,36 @@ def test_a_rank_joins(kind: str) -> None:
     assert len(set(results)) == 1
 
 
+def differ(rank: Rank) -> list[str]:
+    """Rank 2 would join with something else than ranks 0 and 1 have."""
+    heard = []
+    for other in ({"verify_every": 3}, {"scaler": torch.amp.GradScaler("cpu")}, {"density": 0.1}):
+        mine = [dist.new_group([0, 1]), dist.new_group([2])][rank.rank // 2]
+        run = Run(rank, process_group=mine)
+        changes: dict[str, Any] = other if rank.rank == 2 else {}
+        sync = attach_at_once(run.ddp, **{**USUAL, "verify_every": 2, **changes})
+        run.train(range(2))
+        before = owed(sync)
+        world = dist.group.WORLD
+        assert world is not None
+        with pytest.raises(ValueError, match="rank 2: ") as raised:
+            sync.rebuild(world, optimizer=run.optimizer)
+        heard.append(str(raised.value))
+        assert torch.equal(owed(sync), before)
+        if rank.rank < 2:  # they go on without it
+            assert sync.rebuild(mine, optimizer=run.optimizer).step == 2
+            run.train(range(2, 4))
+        dist.barrier()
+    return heard
+
+
+def test_a_rank_that_differs_may_not_join() -> None:
+    for every, scaler, density in group(3).run(differ):
+        assert "rank 1: ready, verify_every=2; rank 2: ready, verify_every=3" in every
+        assert "rank 2: ready, scaler given" in scaler
+        assert "rank 2: density = 0.1" in density
+
+
 # ---- the same ranks ----------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """sync.save and sync.load: one file per rank, whole or refused, for any number of ranks."""
 
 import copy
+import json
 import os
 import shutil
 import tracemalloc
@@ -114,7 +115,7 @@ def test_files_give_what_reshard_gives(tmp_path: Path) -> None:
     states = group(3).run(make_states, str(tmp_path))
     for ranks in (1, 2, 5, 7):
         for rank, want in enumerate(topreduce.torch.reshard(states, ranks)):
-            got = restoring.read(tmp_path, Place(rank, ranks), 3, tensors=True)
+            got, _ = restoring.read(tmp_path, Place(rank, ranks), 3, tensors=True)
             assert got.keys() == want.keys()
             for key, value in want.items():
                 assert (
@@ -140,7 +141,7 @@ def test_no_rank_holds_the_states_of_all(tmp_path: Path) -> None:
         state_files.save(tmp_path, Place(rank, ranks), 5, state)
     tracemalloc.start()
     try:
-        state = restoring.read(tmp_path, Place(0, 1), 5, tensors=True)
+        state, _ = restoring.read(tmp_path, Place(0, 1), 5, tensors=True)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -193,6 +194,45 @@ def test_a_write_that_is_cut_short_leaves_what_was_there(call: str, tmp_path: Pa
     assert StateFile(file)["settings/x"] == "y"
 
 
+def leave(folder: Path, step: int, rank: int, ranks: int, run: str = "") -> None:
+    """A file as `rank` saves it."""
+    state = {"format": 1, "ranks": ranks, f"rank{rank}/step": float(step)}
+    owed = {f"rank{rank}/owed/a": torch.full((7,), float(rank))}
+    state_files.save(folder, Place(rank, ranks), step, {**state, **owed}, run=run)
+
+
+def test_a_set_that_one_rank_could_not_write_is_not_relied_on(tmp_path: Path) -> None:
+    for rank in range(2):
+        leave(tmp_path, 2, rank, 2)
+    leave(tmp_path, 4, 0, 2)  # rank 1 had no space left, and went on
+    leave(tmp_path, 6, 0, 2)
+    assert sorted(state_files.complete_sets(tmp_path)) == [2]
+    leave(tmp_path, 6, 1, 2)
+    for rank in range(2):
+        leave(tmp_path, 8, rank, 2)
+    assert sorted(state_files.find(tmp_path)) == [6, 8]
+
+
+def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
+    names = [f"{Place(rank, 11).file(2)}.77.partial" for rank in (1, 10)]
+    for name in names:
+        (tmp_path / name).touch()
+    leave(tmp_path, 3, 1, 11)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [names[1], Place(1, 11).file(3)]
+
+
+def test_a_file_of_other_ranks_is_not_mixed_with_a_set(tmp_path: Path) -> None:
+    leave(tmp_path, 3, 0, 3, "before")
+    for rank in range(2):
+        leave(tmp_path, 3, rank, 2, "after")
+    words = []
+    for rank in range(3):
+        _, runs = restoring.read(tmp_path, Place(rank, 3), 3, tensors=True)
+        assert {run for _, run, _ in runs} == {"after"}
+        words.append(json.dumps(runs))
+    restoring.expect_one_run(words, 3)
+
+
 def refuse(rank: Rank, folder: str) -> list[str]:
     run, sync = start(rank, SETTINGS[0])
     here = Path(folder)
@@ -226,18 +266,39 @@ def refuse(rank: Rank, folder: str) -> list[str]:
         file.write_bytes(torn)
     dist.barrier()
     expect_refusal(step=2)  # one file of it is damaged
+    with pytest.raises(ValueError, match="Not a directory"):
+        sync.load(here / Place(rank.rank, 3).file(2))
+    # The same ranks in another run, that was cut off while it saved.
+    again, twin = start(rank, SETTINGS[0])
+    here = here / "mixed"
+    sync.save(here)
+    dist.barrier()
+    if rank.rank == 0:
+        twin.save(here)
+        (here / Place(0, 3).file(0)).rename(here / Place(0, 3).file(sync.step))
+    dist.barrier()
+    expect_refusal()  # it holds another step than its name says
+    again.train(range(sync.step))
+    if rank.rank == 0:
+        twin.save(here)
+    dist.barrier()
+    expect_refusal()  # two runs have made this step
     run.train(range(5, 7))  # as if nothing had been tried
     return refusals
 
 
 def test_what_cannot_be_loaded_is_refused_on_all_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "new"
-    for nothing, incomplete, damaged in group(3).run(refuse, str(folder)):
+    for nothing, incomplete, damaged, renamed, mixed in group(3).run(refuse, str(folder)):
         assert "holds no step of which each rank finds its file" in nothing
         assert "not step 4" in incomplete
         assert "rank 2: 2" in incomplete
         assert damaged.startswith("rank 1: ")
         assert f"{Place(1, 3).file(2)} is damaged" in damaged
+        assert f"{Place(0, 3).file(3)} is not what its name says" in renamed
+        assert "rank 0 at step 0.0" in renamed
+        files = f"{Place(0, 3).file(3)} and {Place(1, 3).file(3)}"
+        assert f"load: {files} were not saved together" in mixed
 
 
 # ---- several ranks per machine, and shards -----------------------------------------------------

@@ -99,6 +99,7 @@ void Reducer::Impl::configure(const Spec& changes) {
   if (same("select")) next.selector = std::move(pipeline.selector);
   if (same("exchange")) next.exchange = std::move(pipeline.exchange);
   doubt.reset();
+  rebuilding.reset();
   pipeline = std::move(next);
   plan_buckets();
   given = std::move(wanted);
@@ -114,7 +115,10 @@ void Reducer::Impl::visit(StateVisitor& visitor) {
     throw std::runtime_error("state: a commit or a load was broken off; load a state first");
   }
   in_parts = in_parts || purpose == StateVisitor::Purpose::load;
-  if (purpose == StateVisitor::Purpose::load) doubt.reset();
+  if (purpose == StateVisitor::Purpose::load) {
+    doubt.reset();
+    rebuilding.reset();
+  }
   auto number = static_cast<double>(step);
   visit_number(visitor, "step", number, state_range::kStep);
   step = static_cast<std::uint64_t>(number);

@@ -76,6 +76,7 @@ void Reducer::Impl::begin(Communicator& communicator, float scale) {
   ranks = comm->size();
   voting = false;
   doubt.reset();
+  rebuilding.reset();
   late_mean = {};
   traffic_before = comm->traffic();
   knows_scale = scale > 0;

@@ -89,6 +89,7 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   // Ranks that were lost, and others that come.
   RebuildPlan plan_rebuild(Communicator& communicator);
   std::span<const float> rebuild(Communicator& communicator, const RebuildPlan& plan);
+  void carry_out_rebuild();
   bool keep_for_later() noexcept;
   std::span<float> place_of(const Segment& segment);
   void commit_late(const StepVote::Outcome& outcome);
@@ -114,7 +115,19 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
     std::vector<char> settled;  // by bucket, before the vote failed
   };
   std::optional<Doubt> doubt;
-  Buffer<float> late_mean;  // of such a step, once it is committed
+  Buffer<float> late_mean;        // of such a step, once it is committed
+  bool late_mean_is_new = false;  // nobody was given it
+  // A rebuild that lacks the last word of others, who may have gone through with it.
+  struct Rebuilding {
+    RebuildPlan roster;
+    RebuildPlan::Role role;
+    StepVote::Outcome outcome;
+    Bytes learnt;
+    Pipeline fresh;
+    int ranks;
+  };
+  std::optional<Rebuilding> rebuilding;
+  std::uint32_t rebuilds = 0;
   StepStats stats;
   std::vector<std::size_t> everything;  // the numbers of all parameters, for `average`
 

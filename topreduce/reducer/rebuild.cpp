@@ -6,6 +6,9 @@
 //   outcome     of that step's vote, for those who are late: they have the sums
 //   learnt      thresholds and such, for those who join
 //   barrier     then every rank changes, and nothing of that can fail
+//
+// A rank that fails in the barrier keeps all it needs to change: if another has, it does so too
+// when they meet next.
 
 #include "topreduce/rebuild.h"
 
@@ -29,15 +32,21 @@ struct Card {
   std::uint64_t step = 0;
   std::uint32_t ranks = 0;  // of its last step
   std::uint32_t in_doubt = 0;
-  double energy = 0;  // of what it owes
+  double energy = 0;           // of what it owes
+  std::uint32_t rebuilds = 0;  // that it has been through
+  std::uint32_t awaited = 0;   // their number once the one is through that failed here; 0: none
+  std::uint64_t awaited_step = 0;
 
-  static constexpr std::size_t kBytes = 24;
+  static constexpr std::size_t kBytes = 40;
   std::array<std::byte, kBytes> pack() const {
     std::array<std::byte, kBytes> bytes;
     wire::store(bytes.data(), step);
     wire::store(bytes.data() + 8, ranks);
     wire::store(bytes.data() + 12, in_doubt);
     wire::store(bytes.data() + 16, std::bit_cast<std::uint64_t>(energy));
+    wire::store(bytes.data() + 24, rebuilds);
+    wire::store(bytes.data() + 28, awaited);
+    wire::store(bytes.data() + 32, awaited_step);
     return bytes;
   }
   static Card unpack(std::span<const std::byte> bytes) {
@@ -47,13 +56,23 @@ struct Card {
     const Card card{wire::load<std::uint64_t>(bytes.data()),
                     wire::load<std::uint32_t>(bytes.data() + 8),
                     wire::load<std::uint32_t>(bytes.data() + 12),
-                    std::bit_cast<double>(wire::load<std::uint64_t>(bytes.data() + 16))};
+                    std::bit_cast<double>(wire::load<std::uint64_t>(bytes.data() + 16)),
+                    wire::load<std::uint32_t>(bytes.data() + 24),
+                    wire::load<std::uint32_t>(bytes.data() + 28),
+                    wire::load<std::uint64_t>(bytes.data() + 32)};
     if (!(card.energy >= 0) || !std::isfinite(card.energy) || card.ranks > 1u << 30) {
       throw WireError("rebuild: a rank's step makes no sense");
     }
     return card;
   }
 };
+
+// Whether another has gone through with the rebuild that this one failed in.
+bool was_carried_out(const Card& card, std::span<const Card> cards) {
+  return card.awaited != 0 && std::ranges::any_of(cards, [&](const Card& other) {
+           return other.rebuilds >= card.awaited && other.step == card.awaited_step;
+         });
+}
 
 // Numbers that stages have learnt, without what is kept by entry.
 class LearntSaver final : public StateVisitor {
@@ -133,15 +152,28 @@ RebuildPlan Reducer::Impl::plan_rebuild(Communicator& communicator) {
   }
   communicator.enter({comm::Place::Kind::rebuild, 0});
   expect_same_text(communicator, description);
-  Card mine{
-      .step = step, .ranks = static_cast<std::uint32_t>(ranks), .in_doubt = doubt.has_value()};
-  for (const float owed : pipeline.feedback->owed()) {
-    mine.energy += static_cast<double>(owed) * owed;
-  }
-  comm::Inbox inbox;
-  communicator.all_gather(mine.pack(), inbox);
   std::vector<Card> cards;
-  for (int r = 0; r < communicator.size(); ++r) cards.push_back(Card::unpack(inbox.from(r)));
+  const auto gather = [&] {
+    Card mine{.step = step,
+              .ranks = static_cast<std::uint32_t>(ranks),
+              .in_doubt = doubt.has_value(),
+              .rebuilds = rebuilds,
+              .awaited = rebuilding ? rebuilding->roster.rebuilds + 1 : 0,
+              .awaited_step = rebuilding ? rebuilding->roster.step : 0};
+    for (const float owed : pipeline.feedback->owed()) {
+      mine.energy += static_cast<double>(owed) * owed;
+    }
+    comm::Inbox inbox;
+    communicator.all_gather(mine.pack(), inbox);
+    cards.clear();
+    for (int r = 0; r < communicator.size(); ++r) cards.push_back(Card::unpack(inbox.from(r)));
+  };
+  gather();
+  const auto carried_out = [&](const Card& card) { return was_carried_out(card, cards); };
+  if (std::ranges::any_of(cards, carried_out)) {
+    if (carried_out(cards[comm::at(communicator.rank())])) carry_out_rebuild();
+    gather();
+  }
 
   RebuildPlan roster;
   const auto newest = std::ranges::max_element(cards, {}, &Card::step);  // the first of them
@@ -156,6 +188,7 @@ RebuildPlan Reducer::Impl::plan_rebuild(Communicator& communicator) {
                                                     : Role::joins);
     if (roster.roles.back() != Role::joins) energy += card.energy;
   }
+  roster.rebuilds = std::ranges::max(cards, {}, &Card::rebuilds).rebuilds;
   const int survivors = communicator.size() - roster.count(Role::joins);
   roster.lost = std::max(0, roster.ranks_before - survivors);
   roster.lost_norm = std::sqrt(energy / survivors * roster.lost);
@@ -192,17 +225,29 @@ std::span<const float> Reducer::Impl::rebuild(Communicator& communicator,
     }
   }
   // What needs memory comes before the point of no return.
-  Pipeline fresh(layout, given);
+  rebuilding.reset();
+  rebuilding.emplace(Rebuilding{roster, role, std::move(outcome), std::move(learnt.bytes),
+                                Pipeline(layout, given), communicator.size()});
   communicator.barrier();
+  if (!late_mean_is_new) late_mean.clear();
+  carry_out_rebuild();
+  late_mean_is_new = false;
+  return late_mean;
+}
 
-  late_mean.clear();
+// Nothing here can fail.
+void Reducer::Impl::carry_out_rebuild() {
+  Rebuilding now = std::move(*rebuilding);
+  rebuilding.reset();
+  auto& [roster, role, outcome, learnt, fresh, new_ranks] = now;
   if (role == Role::late) {
     commit_late(outcome);
     late_mean.swap(doubt->memory);
+    late_mean_is_new = true;
   }
   doubt.reset();
   if (role == Role::joins) {
-    LearntLoader load(learnt.bytes, StateVisitor::Purpose::load);
+    LearntLoader load(learnt, StateVisitor::Purpose::load);
     visit(load);
     last_vote = outcome;  // it may be asked next
   }
@@ -217,9 +262,9 @@ std::span<const float> Reducer::Impl::rebuild(Communicator& communicator,
   }
   step = roster.step;
   in_parts = false;
-  ranks = agreed_ranks = communicator.size();
+  ranks = agreed_ranks = new_ranks;
+  rebuilds = roster.rebuilds + 1;
   forget_order();
-  return late_mean;
 }
 
 // ---- a step whose vote failed here, and may have gone through elsewhere ------------------------

@@ -117,9 +117,10 @@ def attach(
         raise
     comm = kind.connect(local_group, timeout if _is_valid(timeout) else kind.timeout())
     try:
-        words = f", verify_every={verify_every}" if verify_every else ""
+        terms = "" if scaler is None else f", scaler given{_SCALERS}"
+        terms += f", verify_every={verify_every}" if verify_every else ""
         reducer, parameters, device = _prepare_together(
-            comm, kind, method, given, timeout, scaler, words
+            comm, kind, method, given, timeout, scaler, terms
         )
         reducer.agree(comm)
         kind.take_over(comm)
@@ -139,7 +140,7 @@ def attach(
     reducer.commit_if(commit_if)
     verifier = Verifier(parameters.values(), local_part, verify_every)
     steps = Steps(reducer, comm, surroundings, verifier)
-    return Sync(reducer, comm, steps, kind.start(steps, reducer, parameters, device))
+    return Sync(reducer, comm, steps, kind.start(steps, reducer, parameters, device), terms)
 
 
 def _kind_of(model: object, group: object, replicas: object) -> Kind:
@@ -181,19 +182,20 @@ def _prepare_together(
     given: dict[str, object],
     timeout: timedelta | None,
     scaler: object,
-    words: str,
+    terms: str,
 ) -> _Prepared:
-    """`_prepare` on all ranks or on none: a rank that refuses leaves nobody waiting."""
+    """`_prepare` on all ranks or on none: a rank that refuses leaves nobody waiting. `terms`: what
+    they must have alike beside the reducer.
+    """
     refusal: Exception | None = None
     try:
         prepared = _prepare(comm, kind, method, given, timeout, scaler)
     except Exception as error:
         refusal = error
     try:
-        scaled = "" if scaler is None else f", scaler given{_SCALERS}"
         ready = "ready" if refusal else kind.introduction(prepared.reducer)
         comm.concur(
-            f"{ready}{scaled}{words}" if refusal is None else f"{type(refusal).__name__}: {refusal}"
+            f"{ready}{terms}" if refusal is None else f"{type(refusal).__name__}: {refusal}"
         )
     except ValueError:
         if refusal is None:

@@ -4,6 +4,7 @@ The core sends and receives by sockets (comm/sockets.h); here is who the ranks a
 and what becomes of one that is lost.
 """
 
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,10 +90,15 @@ class GroupCommunicator(Communicator):
             if isinstance(group, Circle) and group.everyone is not None
             else Arrivals(self._store, self.rank, self._names, timeout, "waited")
         )
+        # Tells what these ranks save together from what others did before, or will.
+        self.run = secrets.token_hex(8)
+        if self.rank == 0:
+            self._store.set("run", self.run)
         if self.size > 1:
             self.connect(
                 connections.connect(self._store, self.rank, self.size, self._names, timeout)
             )
+            self.run = legible(self._store.get("run"))
         self._open = self.size > 1
         self.enter("attach")
 
@@ -138,13 +144,18 @@ class GroupCommunicator(Communicator):
         cause = legible(word)
         self._cause = self._cause or cause
         why = cause.removeprefix(f"rank {self._names[peer]} gave up: ")
-        absent_ranks = ""
+        absent: list[int] = []
         if _TIMED_OUT in cause:
             with_patience(self._arrivals.check_in)
             for circle in self.beside:
                 circle._tell(cause)
-            absent_ranks = self._absent_ranks()
-        self._lose_for_good(peer, f"gave up: {why}{absent_ranks}")
+            absent = self._absent_ranks()
+        reason = f" ({explain(absent)})" if absent else ""
+        self._lose_for_good(peer, f"gave up: {why}{reason}")
+        # Nobody waits another time-out for those that the peer has missed.
+        for place in self._others():
+            if self._names[place] in absent and place not in self._gone:
+                self.lose(place, f"is silent: {cause}{reason}")
 
     def lost(self, peer: int, why: str) -> None:
         """A connection is gone. What the peer had to say may be in the store."""
@@ -226,15 +237,15 @@ class GroupCommunicator(Communicator):
         with_patience(self._arrivals.check_in)
         for circle in (*self.beside, self):  # a silent peer may take its time
             circle._tell(cause)
-        absent_ranks = self._absent_ranks()
+        absent = self._absent_ranks()
+        reason = f" ({explain(absent)})" if absent else ""
         for peer in silent:
-            self.lose(peer, f"is silent: {waited}{absent_ranks}")
+            self.lose(peer, f"is silent: {waited}{reason}")
 
-    def _absent_ranks(self) -> str:
+    def _absent_ranks(self) -> list[int]:
         """After a time-out: who did not come."""
         patience = self._arrivals.patience + STORE_PATIENCE
-        absent = with_patience(self._arrivals.absent, patience)
-        return f" ({explain(absent)})" if absent else ""
+        return with_patience(self._arrivals.absent, patience) or []
 
     def _tell(self, cause: str) -> None:
         """The last word to all peers; by the store where a connection is full."""

@@ -47,15 +47,18 @@ def read(
     *,
     tensors: bool,
     cuts: Callable[[], Mapping[str, Cut]] = dict,
-) -> dict[str, Any]:
-    """What `place` has to load. Without `tensors`: for a rank that owes nothing itself. `cuts`: the
-    parts of whole tensors that it holds, by key, if it is a shard.
+) -> tuple[dict[str, Any], list[list[str]]]:
+    """What `place` has to load, and of which files: shard, run and name of each. Without `tensors`:
+    for a rank that owes nothing itself. `cuts`: the parts of whole tensors that it holds, by key,
+    if it is a shard.
     """
-    files = find(folder)[step]
+    files = complete_sets(folder).get(step) or find(folder).get(step, {})
     if place in files:
         whole = StateFile(files[place])
-        return {key: whole[key] for key in whole if tensors or whole.shape(key) is None}
-    files = complete_sets(folder)[step]
+        state = {key: whole[key] for key in whole if tensors or whole.shape(key) is None}
+        return state, [[f"{place.shard} of {place.shards}", whole.run, files[place].name]]
+    if not files:
+        raise ValueError(f"load: {folder} no longer holds step {step}")
     saved = next(iter(files))
     held = range(saved.shards)  # whose files hold parts of what is wanted
     wanted: Mapping[str, Cut] = {}
@@ -65,8 +68,13 @@ def read(
         wanted = cuts()
     parts: list[tuple[float, Mapping[str, Any]]] = []
     common: dict[str, Any] = {}
+    runs: list[list[str]] = []
     for rank, share in shares(saved.ranks, place.rank, place.ranks):
-        states = [StateFile(files[Place(rank, saved.ranks, shard, saved.shards)]) for shard in held]
+        states = []
+        for shard in held:
+            file = files[Place(rank, saved.ranks, shard, saved.shards)]
+            states.append(StateFile(file))
+            runs.append([f"{shard} of {saved.shards}", states[-1].run, file.name])
         part = _Part(states, f"rank{rank}/", wanted, tensors=tensors)
         common = common or part.common
         first = parts[0][1] if parts else part
@@ -74,7 +82,24 @@ def read(
             raise ValueError(f"load: {folder} holds files of different runs for step {step}")
         parts.append((share, part))
     own = {f"rank{place.rank}/{key}": value for key, value in blend(parts).items()}
-    return {**common, **own, "ranks": place.ranks}
+    return {**common, **own, "ranks": place.ranks}, runs
+
+
+def expect_one_run(words: list[str], step: int) -> None:
+    """ValueError unless what all ranks have read, as `read` tells, was saved together. The shards
+    of a model have a word each.
+    """
+    files: dict[str, dict[str, str]] = {}  # by shard and run, the first
+    for word in words:
+        for shard, run, name in json.loads(word):
+            files.setdefault(shard, {}).setdefault(run, name)
+    for by_run in files.values():
+        if len(by_run) > 1:
+            raise ValueError(
+                f"load: {' and '.join(sorted(by_run.values()))} were not saved together, but by "
+                f"different runs, or before and after one went back: load a set of another step "
+                f"than {step}"
+            )
 
 
 class _Part(Mapping[str, Any]):

@@ -5,7 +5,8 @@
 Files of the safetensors format, which any tool can read: tensors by name, and numbers and words as
 JSON in its metadata. Each tensor and the head have a checksum (XXH64). A file gets its name when it
 is complete and on the disk, so what bears a name is whole; whatever damaged it since is found when
-it is read. Tensors are read one at a time, when they are asked for.
+it is read. Tensors are read one at a time, when they are asked for. Files that were saved together
+bear the same word, `run`.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ class Place(NamedTuple):
     shard: int = 0
     shards: int = 1
 
-    def file(self, step: int) -> str:
+    def file(self, step: int | str) -> str:
         shard = f"-shard{self.shard}-of-{self.shards}" if self.shards > 1 else ""
         return f"topreduce-step{step}-rank{self.rank}-of-{self.ranks}{shard}.safetensors"
 
@@ -81,24 +82,33 @@ def save(
     step: int,
     state: Mapping[str, Any],
     cuts: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    run: str = "",
 ) -> Path:
     """Writes a state, and removes those of before the last one. `cuts`: of tensors that are parts
-    of larger ones, the dimension that is cut, and where in it they begin.
+    of larger ones, the dimension that is cut, and where in it they begin. `run`: the same word on
+    all ranks that save together.
 
-    When a rank saves, all others have left the step of its last save: that set is complete.
+    When a rank saves, all others have left the step of its last save. Should one of them have
+    failed to write it, the last set that is complete stays too.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"{place.file('*')}.*.partial"):  # by a process that was killed
+        left.unlink(missing_ok=True)
     file = folder / place.file(step)
-    _write(file, state, cuts)
-    steps = sorted(each for each, files in find(folder).items() if each < step and place in files)
-    for each, files in find(folder).items():
-        if steps and each < steps[-1]:
+    _write(file, state, cuts, run)
+    found = find(folder)
+    own = max((each for each, files in found.items() if each < step and place in files), default=0)
+    whole = max((each for each in complete_sets(folder) if each < step), default=own)
+    for each, files in found.items():
+        if each < own and each != whole:
             for old in files.values():
                 old.unlink(missing_ok=True)
     return file
 
 
-def _write(file: Path, state: Mapping[str, Any], cuts: Mapping[str, Sequence[int]]) -> None:
+def _write(
+    file: Path, state: Mapping[str, Any], cuts: Mapping[str, Sequence[int]], run: str
+) -> None:
     tensors = {key: value.cpu() for key, value in state.items() if isinstance(value, torch.Tensor)}
     others = {key: value for key, value in state.items() if key not in tensors}
     head: dict[str, Any] = {}
@@ -118,6 +128,7 @@ def _write(file: Path, state: Mapping[str, Any], cuts: Mapping[str, Sequence[int
         "topreduce": json.dumps(others),
         "xxh64": json.dumps(checksums),
         "cuts": json.dumps(dict(cuts)),
+        "run": run,
     }
     head["__metadata__"]["head"] = _seal(head)
     words = json.dumps(head).encode()
@@ -174,10 +185,24 @@ class StateFile(Mapping[str, Any]):
         self._tensors: dict[str, Any] = head
         self._checksums: dict[str, str] = json.loads(metadata["xxh64"])
         self.cuts: dict[str, list[int]] = json.loads(metadata["cuts"])  # as given to `save`
+        self.run: str = metadata.get("run", "")
         self._start = _LENGTH.size + len(words)
         end = max((each["data_offsets"][1] for each in head.values()), default=0)
         if size != self._start + end:
             raise self._damaged(f"{size} bytes instead of {self._start + end}")
+        self._expect_what_the_name_says()
+
+    def _expect_what_the_name_says(self) -> None:
+        match = _NAME.fullmatch(self._file.name)
+        if match is None:
+            return
+        rank, ranks, step = match["rank"], int(match["ranks"]), int(match["step"])
+        found = self.get("ranks"), self.get(f"rank{rank}/step")
+        if found != (ranks, step):
+            raise ValueError(
+                f"{self._file} is not what its name says: of {found[0]} ranks, and rank {rank} at "
+                f"step {found[1]}; load a set of another step"
+            )
 
     def __getitem__(self, key: str) -> Any:
         if key in self._others:

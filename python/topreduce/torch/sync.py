@@ -38,12 +38,16 @@ class Sync:
         comm: GroupCommunicator,
         steps: Steps,
         attached: Attached,
+        terms: str = "",
     ) -> None:
+        """`terms`: what ranks must have alike beside the reducer, in words."""
         self._reducer = reducer
         self._comm = comm
         self._steps = steps
         self._release, self._hold, self._book, self._module, self._regroup = attached
         self._attached = True
+        self._terms = terms
+        self._loads = 0  # how often `load` has changed the run
 
     def stats(self) -> dict[str, Any]:
         """What the last step cost this rank, and what it moved."""
@@ -159,6 +163,7 @@ class Sync:
         comm = None
         try:
             comm = GroupCommunicator(group, self._comm.timeout)
+            comm.concur(f"ready{self._terms}")
             rebuilt = rebuild(self._reducer, comm, self._steps.verifier.look, module, owners)
         except BaseException as error:
             if comm is not None:
@@ -170,6 +175,7 @@ class Sync:
         self._steps.reconnect(comm)
         regroup(group)
         self._steps.surroundings.debts_are_known()
+        self._loads = 0  # as on ranks that joined
         return rebuilt
 
     def _rebuildable(
@@ -215,7 +221,8 @@ class Sync:
             cuts = {key: cut[:2] for key, cut in cuts_of(state).items()}
             local = {k: local_part(each) if is_tensor(each) else each for k, each in state.items()}
             place = self._book.place(self._comm)
-            state_files.save(Path(folder), place, self._reducer.step, local, cuts)
+            run = f"{self._comm.run}.{self._loads}"
+            state_files.save(Path(folder), place, self._reducer.step, local, cuts, run)
 
     def load(self, folder: str | Path, step: int | None = None) -> int:
         """Goes on where the ranks called `save`: from the last step of which all files are there,
@@ -223,25 +230,29 @@ class Sync:
 
         Every rank reads its own file, or, if another number of ranks has saved, those of which it
         takes over a part: the mean of what is owed stays. Collective; if a rank finds no file, or a
-        damaged one, all raise ValueError, with which.
+        damaged one, or if files were not saved together, all raise ValueError, with which, and
+        nothing has changed.
         """
         folder, place = Path(folder), self._book.place(self._comm)
         self._expect_usable("load()")
         self._steps.wait_until_idle()
         self._comm.enter("load")
         try:
-            words = self._comm.ask_everyone(json.dumps(restoring.loadable(folder, place)))
+            found = self._all(lambda: restoring.loadable(folder, place))
+            words = self._comm.ask_everyone(json.dumps(found))
             chosen = restoring.choose(words, folder, step)
             owes = not isinstance(self._reducer, Member)
-            state = self._all(
+            state, runs = self._all(
                 lambda: restoring.read(folder, place, chosen, tensors=owes, cuts=self._cuts)
             )
+            restoring.expect_one_run(self._comm.ask_everyone(json.dumps(runs)), chosen)
             self._all(lambda: self._book.unpack(state, self._reducer, self._comm))
         except ValueError:
             raise
         except Exception as error:
             raise self._steps.fail(error) from None
         self._steps.surroundings.debts_are_known()
+        self._loads += 1
         return chosen
 
     def _cuts(self) -> dict[str, Cut]:
