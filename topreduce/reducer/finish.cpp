@@ -28,7 +28,9 @@ void Reducer::Impl::finish() {
     Stopwatch watch(running[Stage::commit]);
     running.finite = vote.finite() && fits_callers();
   }
-  running.finite = joint.hold(step, running.finite, running);
+  vote_measured = vote.measured();
+  running.finite = joint.hold(step, running.finite, vote_measured, running);
+  const std::uint64_t number = step;
   {
     Stopwatch watch(running[Stage::commit]);
     running.finite ? commit() : spoil();
@@ -40,6 +42,7 @@ void Reducer::Impl::finish() {
   comm->drain();
   stats = running;
   comm = nullptr;
+  time_step(number);
   if (order_is == Order::reversed) {
     order = arrivals;
     order_is = Order::observed;
@@ -68,6 +71,7 @@ void Reducer::Impl::hold_vote() {
     ballot.one_scale = ballot.one_scale || bucket->narrow();
   }
   if (pipeline.compare) ballot.sums = fingerprint_of_sums();
+  if (controller) ballot.measured = measured.taken;
   Stopwatch watch(running[Stage::network]);
   running.rounds += vote.hold(ballot, *comm);
   if (!knows_scale && vote.loss_scale() > 0) loss_scale = vote.loss_scale();
@@ -207,6 +211,7 @@ void Reducer::Impl::commit() {
     running.owed_norm = owes ? std::sqrt(std::max(0.0, energy - gone)) : 0;
   }
   for (const auto& bucket : buckets) bucket->settled = false;  // for good
+  note_density();
   ++step;
   in_parts = false;
 }
