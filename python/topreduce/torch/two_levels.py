@@ -191,6 +191,7 @@ class Delegate(_OnTwoLevels):
     def finish(self) -> Told:  # type: ignore[override]
         stats: dict[str, Any] = dict(super().finish().as_dict())
         news = {"stats": stats, "next": self.step, "unit": self._unit}
+        news |= {"density": self.density, "level": self.level, "reason": self.reason}
         try:
             self._levels.inside.all_gather(np.frombuffer(json.dumps(news).encode(), np.uint8))
             self._hand_out()
@@ -225,6 +226,22 @@ class Delegate(_OnTwoLevels):
 class Member(_OnTwoLevels):
     """Lends its delegate its gradients, and hears what became of them. It owes nothing."""
 
+    _news: dict[str, Any] | None = None  # of the last step
+
+    # The delegates choose.
+
+    @property
+    def density(self) -> float:
+        return float(self._news["density"]) if self._news else super().density
+
+    @property
+    def level(self) -> str:
+        return str(self._news["level"]) if self._news else super().level
+
+    @property
+    def reason(self) -> str:
+        return str(self._news["reason"]) if self._news else super().reason
+
     def add(self, parameters: Sequence[int], gradient: Floats, most: float = _ANY) -> None:
         self._collect(parameters, gradient)
 
@@ -237,6 +254,7 @@ class Member(_OnTwoLevels):
         self._hand_out()
         self._rescale(news["unit"])
         self.skip_to(news["next"])
+        self._news = news
         return self._told(news["stats"])
 
     def state(self) -> dict[str, dict[str, Any]]:
