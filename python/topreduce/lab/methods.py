@@ -25,6 +25,7 @@ OURS = "topreduce."  # "topreduce.dense" is our dense, "dense" is DDP's own all-
 STEPS_BEFORE_POWERSGD = 2  # it refuses to begin earlier
 LOCAL_SGD_WARMUP = 10
 AGAIN = " (A/A)"  # after the name of a method that is measured a second time
+FIRST = " (first steps)"  # the same, as it begins a training
 _SCHEDULE = ("warmup_steps", "ramp_steps", "seed")
 
 
@@ -56,17 +57,30 @@ class Method:
 
     label: str
     spec: str
+    replay: str = ""  # what each step sends, instead of a search for it
 
     @property
     def is_ours(self) -> bool:
         return self.spec.partition(":")[0] not in STOCK
 
+    @property
+    def searches(self) -> bool:
+        """Whether it finds its density while it runs."""
+        name, _, settings = self.spec.removeprefix(OURS).partition(":")
+        named = re.search(r"\bdensity=([^,]*)", settings)
+        return self.is_ours and name != "dense" and (named is None or named[1] == "auto")
+
     def steady(self) -> Method:
         """Without the steps that a training begins with, which send more."""
         if not self.is_ours:
             return self
-        spec = _without_schedule(self.spec)
-        return Method(self.label, f"{spec}{',' if ':' in spec else ':'}warmup_steps=0,ramp_steps=0")
+        return Method(
+            self.label, _with(_without_schedule(self.spec), "warmup_steps=0,ramp_steps=0")
+        )
+
+    def first_steps(self) -> Method:
+        """As it begins: it may wait longer than later."""
+        return Method(self.label + FIRST, _with(self.spec, f"overhead={_ramp_overhead(self.spec)}"))
 
     def again(self) -> Method:
         """The same under another name: what the two differ by is noise."""
@@ -92,7 +106,11 @@ class Method:
         else:
             attached, replicas = Attached(DistributedDataParallel(model)), None
         attached.sync = topreduce.torch.attach(
-            attached.model, spec, seed=own_seed, replicas=replicas
+            attached.model,
+            spec,
+            seed=own_seed,
+            replicas=replicas,
+            density=self.replay or None,
         )
         return attached
 
@@ -184,6 +202,15 @@ def _check(spec: str) -> None:
         raise ValueError(f"method {spec!r}: {name} takes no settings")
     elif argument and not re.fullmatch("[1-9][0-9]*", argument):
         raise ValueError(f"method {spec!r}: write it as {name}:4")
+
+
+def _with(spec: str, settings: str) -> str:
+    return f"{spec}{',' if ':' in spec else ':'}{settings}"
+
+
+def _ramp_overhead(spec: str) -> str:
+    made = Reducer(Layout([("weight", [8, 8])]), spec.removeprefix(OURS))
+    return made.spec["ramp_overhead"]
 
 
 def _without_schedule(spec: str) -> str:
