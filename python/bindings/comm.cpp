@@ -118,6 +118,9 @@ class PythonCommunicator final : public Communicator {
     if (const auto connected = sockets()) connected->wake();
   }
 
+  /// Also while another communicator waits.
+  void look() { receive_frames(); }
+
   void part_of_others() { part_ = true; }
 
   void drain() override {
@@ -489,6 +492,9 @@ void bind_comm(nb::module_& module) {
             written_in_python(self).idle();
           },
           "Wait a little, until something may have come or `wake` was called.")
+      .def(
+          "look", [](Communicator& self) { written_in_python(self).look(); },
+          "Take in what has come, without waiting: frames, last words, and who is lost.")
       .def(
           "say_waiting", [](Communicator& self) { written_in_python(self).say_waiting(); },
           "Tell all peers by the sockets that this rank is here, and waits itself.")

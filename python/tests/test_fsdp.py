@@ -1,5 +1,7 @@
 """FSDP2 between replicas: equal to native HSDP where nothing is cut, and the laws where it is."""
 
+import contextlib
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from topreduce.torch import CommError, Sync, lane
+from topreduce.torch import CommError, Sync, WireError, lane
 from topreduce.torch.fsdp import local_part
 from topreduce.torch.module_kind import _adapters
 from topreduce.torch.process_group import GroupCommunicator
@@ -229,7 +231,7 @@ def alone(model: FSDPModule, step: int) -> dict[str, Tensor]:
 
 def forget(model: FSDPModule) -> None:
     """What was only computed to compare with it was not used."""
-    _adapters[model]._taker.forget_use()
+    _adapters[model].taker.forget_use()
 
 
 def keep_the_laws(rank: Rank, settings: dict[str, Any]) -> None:
@@ -376,6 +378,69 @@ def test_no_shard_commits_alone(culprit: int) -> None:
     for rank, message in enumerate(group(4).run(broken_shard, culprit)):
         assert f"rank {rank} (replica {rank // 2} of 2, shard {rank % 2} of 2)" in message, message
         assert "step 1" in message, message
+
+
+def one_that_waits(rank: Rank) -> str:
+    """Rank 3 leaves or is elsewhere, and rank 2, held up by it in FSDP, says nothing: rank 0 waits
+    for that one, but hears of it from rank 1."""
+    mesh = mesh_of(2, 2)
+    messages = []
+    for mistake in (
+        lambda sync: sync._comm.close("had enough"),
+        lambda sync: sync.configure(density=0.5),
+    ):
+        model = build(Case(), mesh["shard"])
+        sync = attach(model, mesh, "topk", density=0.1, timeout=timedelta(seconds=20))
+        usual_step(model, sync, 0)
+        dist.barrier()
+        if rank.rank < 2:
+            debt = owed(sync)
+            with pytest.raises((CommError, WireError)) as failure:
+                usual_step(model, sync, 1)
+            assert torch.equal(owed(sync), debt)
+            messages.append(str(failure.value))
+        elif rank.rank == 3:
+            with contextlib.suppress(CommError, WireError):
+                mistake(sync)
+        dist.barrier()
+    assert not any("silent" in message for message in messages), messages
+    return " ".join(messages)
+
+
+def test_nobody_waits_for_one_that_is_held_up() -> None:
+    messages = group(4).run(one_that_waits)
+    assert "rank 2 is waited for no longer: rank 1 gave up" in messages[0], messages[0]
+    assert "rank 3 gave up: had enough" in messages[1], messages[1]
+    assert "at different places of the program" in messages[1], messages[1]
+
+
+def factor_after_detach(rank: Rank) -> None:
+    """Means that were multiplied by FSDP's factor are not averaged and multiplied once more."""
+    mesh = mesh_of(2, 2)
+    model = build(Case(settle=divide_by(4.0)), mesh["shard"])
+    sync = attach(model, mesh, "topk", density=1.0, values="fp32")
+    sync.detach()
+    usual_step(model, sync, 0)
+    with pytest.raises(ValueError, match=r"would be multiplied twice.*hold"):
+        usual_step(model, sync, 1)
+    model.zero_grad()
+    hold(model, sync, 2)
+
+
+def evaluated_before(rank: Rank) -> None:
+    """A forward pass without gradients leaves the root whole; attach() cuts it again."""
+    mesh = mesh_of(2, 2)
+    model = build(Case(), mesh["shard"])
+    with torch.no_grad():
+        model(text(rank.rank, 0))
+    sync = attach(model, mesh, "topk", density=0.1)
+    usual_step(model, sync, 0)
+    assert len(sync.history()) == 1
+
+
+def test_before_attach_and_after_detach() -> None:
+    group(4).run(evaluated_before)
+    group(4).run(factor_after_detach)
 
 
 def settings_together(rank: Rank) -> None:

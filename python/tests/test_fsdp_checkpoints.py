@@ -2,6 +2,7 @@
 
 import tempfile
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import topreduce.torch
 from topreduce.torch import Sync
+from topreduce.torch.sharded_checkpoint import ShardedBook
 
 SETTINGS: list[dict[str, Any]] = [
     {"method": "topk", "density": 0.1},
@@ -77,8 +79,8 @@ def same_cut(rank: Rank, settings: dict[str, Any], folder: str) -> None:
     assert any(each.any() for each in ours.values())
     states = [each.sync.state_dict() for each in (second, whole)]
     for key, value in states[0].items():
-        if key.endswith("learnt"):
-            assert torch.equal(value.to_local(), states[1][key].to_local())
+        if "/learnt/" in key:
+            assert torch.equal(value, states[1][key])
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: s["method"])
@@ -153,6 +155,18 @@ def test_saved_with_2_shards_loaded_with_4() -> None:
         group(8).run(more_shards, folder)
 
 
+@pytest.mark.parametrize("shards", [1, 3, 40, 48, 100, 256])
+def test_every_shard_keeps_what_it_has_learnt(shards: int) -> None:
+    """Also where a DTensor of so many rows would leave ranks without any."""
+    rows: list[int] = []
+    for place in range(shards):
+        mesh: Any = SimpleNamespace(size=lambda: shards, get_local_rank=lambda at=place: at)
+        own = ShardedBook({}, mesh)._rows()
+        assert own
+        rows += own
+    assert sorted(rows) == list(range(256))
+
+
 def wrong_states(rank: Rank) -> None:
     run = Run(2, 2, SETTINGS[0])
     run.train(range(2))
@@ -162,6 +176,7 @@ def wrong_states(rank: Rank) -> None:
         ({**good, "ranks": 3}, "saved by 3 ranks.*reshard"),
         ({k: v for k, v in good.items() if k != "shards"}, "not a state_dict.. of a sharded model"),
         ({**good, f"{mine}/learnt_names": 1}, "other stages"),
+        ({k: v for k, v in good.items() if "/learnt/" not in k}, "damaged"),
         (
             {k: v for k, v in good.items() if not k.startswith(mine)},
             f"holds nothing of {mine[:4]} ",
@@ -171,6 +186,11 @@ def wrong_states(rank: Rank) -> None:
         with pytest.raises(ValueError, match=words):
             run.sync.load_state_dict(bad)
     run.sync.load_state_dict(good)
+    other = Run(1, 4, SETTINGS[0])
+    uncut = {k.replace(mine, "rank0"): v for k, v in good.items()} | {"ranks": 1}
+    uncut |= {f"rank0/learnt/{row}": torch.zeros(0) for row in range(256)}
+    with pytest.raises(ValueError, match=r"with 2 shards, and this run has 4: load it by torch"):
+        other.sync.load_state_dict(uncut)
     with pytest.raises(ValueError, match="at least 1"):
         run.sync.empty_state(0)
 

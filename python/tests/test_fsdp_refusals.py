@@ -59,6 +59,25 @@ def refuse(rank: Rank) -> None:
 
     refused(ignored, r"0\.bias is trained but not sharded", replicas=replicas)
 
+    # A compiled root, and parts of a root that is attached.
+    refused(
+        lambda: torch.compile(plain(), backend="eager"),
+        r"attach\(model\._orig_mod",
+        replicas=replicas,
+    )
+    whole = plain()
+    outer = attach(whole, mesh)
+    refused(lambda: whole.blocks[0], r"scale is averaged already.*attach once", replicas=replicas)
+    usual_step(whole, outer, 0)
+
+    # Replicas with other buffers, on all shards or on one: all ranks are told.
+    for culprits in ((2, 3), (3,)):
+        model = nn.Linear(4, 4)
+        model.register_buffer("seen", torch.zeros(2 if rank.rank in culprits else 1))
+        fully_shard(model, mesh=mesh["shard"])
+        words = r"rank 1 has seen float32 \(1,\), rank 3 has seen float32 \(2,\)"
+        refused(lambda model=model: model, words, replicas=replicas)
+
     # Meshes that are mixed.
     everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
     kept.extend(everyone.get_all_groups())
@@ -140,6 +159,9 @@ def tensor_parallel(rank: Rank) -> None:
     fully_shard(model, mesh=mesh["shard"])
     with pytest.raises(ValueError, match=r"1\.weight is also cut or copied.*drift apart"):
         topreduce.torch.attach(model, replicas=mesh["replicate"])
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh["shard"])  # on both ranks of `tp`, unseen
+    with pytest.raises(ValueError, match=r"\(replicate, shard, tp\) with more ranks.*get_group"):
+        topreduce.torch.attach(model, replicas=mesh["replicate"])
 
 
 def pipeline(rank: Rank) -> None:
@@ -149,7 +171,7 @@ def pipeline(rank: Rank) -> None:
     torch.manual_seed(1)
     number = mesh.get_local_rank("stage")
     module = fully_shard(nn.Linear(4, 4), mesh=mesh["shard"])
-    sync = attach(module, mesh)
+    sync = topreduce.torch.attach(module, replicas=mesh.get_group("replicate"))
     stage = PipelineStage(module, number, 2, torch.device("cpu"), group=mesh.get_group("stage"))
     schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=nn.MSELoss())
     x = torch.ones(4, 4)

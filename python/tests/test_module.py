@@ -14,6 +14,7 @@ from models import GPT, attach_at_once, digest, flat, owed, rank_order_sum, text
 from processes import Rank, group
 from scenarios import Branches, data
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -425,6 +426,38 @@ def refuse(rank: Rank) -> None:
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
     with pytest.raises(ValueError, match="weight is another parameter than at attach"):
         model(torch.ones(1, 2)).sum().backward()
+
+    # An optimizer in the backward pass, the way of torch.distributed.
+    stepped = nn.Linear(2, 2)
+    _apply_optimizer_in_backward(torch.optim.SGD, stepped.parameters(), {"lr": 0.1})
+    with pytest.raises(ValueError, match="optimizer in it would let the ranks drift"):
+        attach(stepped)
+
+    # Parameters that another attached module holds.
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    attach(first)
+    for other in (second, nn.Sequential(first)):
+        with pytest.raises(ValueError, match="weight is averaged already"):
+            attach(other)
+
+    # Buffers and frozen parameters that differ.
+    other = nn.Linear(2, 2)
+    other.bias = nn.Parameter(torch.zeros(2 + rank.rank), requires_grad=False)
+    with pytest.raises(ValueError, match=r"rank 0 has bias float32 \(2,\), rank 1 has bias"):
+        attach(other)
+    other = nn.Linear(2, 2)
+    if rank.rank == 1:
+        other.register_buffer("seen", torch.zeros(1))
+    with pytest.raises(ValueError, match="rank 0 has none, rank 1 has seen float32"):
+        attach(other)
+
+    # A rank outside of the group; the next attach() does not hear of it.
+    alone = dist.new_group([0])
+    if rank.rank == 1:
+        with pytest.raises(ValueError, match="this rank is not in the group"):
+            topreduce.torch.attach(nn.Linear(2, 2), group=alone)
+    attach(nn.Linear(2, 2))
 
     # One rank alone: the others are told.
     with pytest.raises(ValueError, match="post-accumulate"):

@@ -4,8 +4,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from processes import Processes, Rank, group
+from ranks import scripts
 from stepping import run_step
 
 from topreduce import CommError, Layout, Reducer, WireError
@@ -519,9 +518,8 @@ from datetime import timedelta
 from torch.nn.parallel import DistributedDataParallel
 import topreduce.torch
 from topreduce.torch import steps
-rank, port, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+dist.init_process_group("gloo")
+rank, how = dist.get_rank(), sys.argv[1]
 ddp = DistributedDataParallel(torch.nn.Linear(3, 4))
 sync = topreduce.torch.attach(ddp, timeout=timedelta(seconds=60))
 steps._LAST_WORDS = 1.0
@@ -543,18 +541,8 @@ print("done")
 
 
 @pytest.mark.parametrize("how", ["detach", "at once", "while it waits"])
-def test_a_process_ends_in_peace(how: str) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = store.port
-    del store
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(port), how],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outcomes: list[Any] = [(*each.communicate(timeout=100), each.returncode) for each in ranks]
-    assert [(out, code) for out, _, code in outcomes] == [("done\n", 0)] * 2, outcomes
+def test_a_process_ends_in_peace(how: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    outcomes = scripts("torch").run(2, str(program), how)
+    assert [(each.code, each.output) for each in outcomes] == [(0, "done\n")] * 2, outcomes

@@ -23,7 +23,6 @@ from topreduce.torch.machines import Levels
 from topreduce.torch.meeting import refuse
 from topreduce.torch.module_kind import ModuleKind
 from topreduce.torch.process_group import GroupCommunicator
-from topreduce.torch.replicas import group_of
 from topreduce.torch.scaling import Scaler
 from topreduce.torch.steps import Steps
 from topreduce.torch.surroundings import Surroundings
@@ -90,6 +89,8 @@ def attach(
     long as the model's process group. A rank whose model is not DDP can tell the default process
     group that it refuses; those of another group wait for their time-out.
     """
+    if dist.GroupMember.NON_GROUP_MEMBER in (group, replicas):
+        raise ValueError("this rank is not in the group: call attach on the ranks of the group")
     kind: Kind | None = None
     try:
         kind = _kind_of(model, group, replicas)
@@ -141,7 +142,7 @@ def _kind_of(model: object, group: object, replicas: object) -> Kind:
         return DDPKind(model)
     assert isinstance(model, torch.nn.Module)
     if replicas is not None:
-        return FSDPKind(model, group_of(replicas))
+        return FSDPKind(model, replicas)
     assert isinstance(group, dist.ProcessGroup)
     return ModuleKind(model, group)
 

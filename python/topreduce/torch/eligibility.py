@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from topreduce.torch.taker import TakerHook
+from topreduce.torch.taker import Taker, TakerHook
 
 HOOKED = (
     "has a post-accumulate hook: it would see this rank's gradient before it is averaged, and an "
@@ -38,6 +38,12 @@ def check_type(model: object, group: object, replicas: object) -> None:
     )
     if "FSDPModule" in kinds:
         return _check_fsdp2(group, replicas)
+    compiled = getattr(model, "_orig_mod", None)
+    if replicas is not None and hasattr(type(compiled), "set_requires_gradient_sync"):
+        raise ValueError(
+            "torch.compile has wrapped the root of FSDP2: attach to that, "
+            "attach(model._orig_mod, ...), and go on with the compiled one"
+        )
     if replicas is not None and isinstance(model, torch.nn.Module):
         raise ValueError(
             f"replicas= is for FSDP2, and {type(model).__name__} is no root of it: call "
@@ -124,12 +130,26 @@ def check_module(module: torch.nn.Module) -> None:
     check_sparse(module)
 
 
-def check_hooks(parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    """ValueError for parameters whose gradients others want to see before they are averaged."""
+def check_hooks(parameters: Mapping[str, torch.nn.Parameter], own: Taker | None) -> None:
+    """ValueError for parameters whose gradients others want to see before they are averaged.
+
+    `own`: what took the gradients of this module before, and will no longer.
+    """
     for name, parameter in parameters.items():
-        hooks = parameter._post_accumulate_grad_hooks or {}
-        if any(type(hook) is not TakerHook for hook in hooks.values()):
+        hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+        if is_stepped(parameter) or any(type(hook) is not TakerHook for hook in hooks):
             raise ValueError(f"{name} {HOOKED}")
+        takers = {hook.taker() for hook in hooks} - {None, own}
+        if takers:
+            raise ValueError(
+                f"{name} is averaged already, by an earlier attach() to another module that holds "
+                "it: attach once, to a module that holds all parameters"
+            )
+
+
+def is_stepped(parameter: torch.nn.Parameter) -> bool:
+    """By an optimizer in the backward pass, torch's own way, which has hooks of another kind."""
+    return hasattr(parameter, "_in_backward_optimizers")
 
 
 def check_sparse(module: torch.nn.Module) -> None:
@@ -142,7 +162,9 @@ def check_parameter(name: str, parameter: torch.nn.Parameter) -> None:
     if parameter.is_complex():
         raise ValueError(f"{name} is complex; only real parameters can be compressed")
     if parameter.is_meta:
-        raise ValueError(f"{name} is on the meta device: give it memory, then wrap the model")
+        raise ValueError(
+            f"{name} is on the meta device: give it memory (to_empty) and values before attach()"
+        )
 
 
 def _check_tensor_parallelism(ddp: DistributedDataParallel) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from topreduce.torch.eligibility import check_hooks, check_sparse
+from topreduce.torch.eligibility import check_sparse
 
 _LIKE_THIS = (
     "make the model with fully_shard(..., mesh=mesh['shard']), a mesh of one dimension, and attach "
@@ -83,6 +83,13 @@ def as_gradient(parameter: torch.nn.Parameter, local: Tensor) -> Tensor:
     return whole
 
 
+def reshard(root: torch.nn.Module) -> None:
+    """A forward pass without gradients leaves the parameters of the root whole."""
+    for module in root.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            module.reshard()  # type: ignore[operator]
+
+
 def shard_mesh(root: torch.nn.Module) -> DeviceMesh:
     """The one mesh of all parameters; ValueError if there are others, or other ways to cut them."""
     found: DeviceMesh | None = None
@@ -110,10 +117,7 @@ def shard_mesh(root: torch.nn.Module) -> DeviceMesh:
             )
         found = mesh
     if found is None:
-        raise ValueError(
-            "no parameter is sharded at present: call attach after fully_shard(...), and after "
-            "reshard() if the model was unshard()ed"
-        )
+        raise ValueError(f"no parameter is sharded: {_LIKE_THIS}")
     return found
 
 
@@ -125,7 +129,6 @@ def check_shards(root: torch.nn.Module, parameters: Mapping[str, torch.nn.Parame
                 f"{name} is trained but not sharded, so nobody averages it: fully_shard the root "
                 "as well, without ignored_params, or freeze it"
             )
-    check_hooks(parameters)
     check_sparse(root)
 
 

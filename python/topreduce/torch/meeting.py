@@ -45,7 +45,7 @@ def meet(group: Group, names: Sequence[int], timeout: timedelta) -> Store:
     Not dist.new_group: that wants the whole world, or names groups by their ranks, so that the
     second one with the same ranks finds the addresses of the first.
     """
-    title = f"rank {group.rank()} of {group.size()}"
+    title = getattr(group, "title", "") or f"rank {group.rank()} of {group.size()}"
     met, failure = attempt(lambda: _meet(group, names, timeout))
     if met is None:
         raise CommError(

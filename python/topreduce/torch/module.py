@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from topreduce import Reducer
 from topreduce.torch import dense
 from topreduce.torch.device import GradientDevice
-from topreduce.torch.eligibility import HOOKED
+from topreduce.torch.eligibility import HOOKED, is_stepped
 from topreduce.torch.gradients import Pass, Shards, flat, home_of, largest
 from topreduce.torch.kinds import plain_name
 from topreduce.torch.steps import Steps, is_in_backward
@@ -52,11 +52,11 @@ class ModuleAdapter:
         self._steps: Steps | None = steps
         self._reducer, self._device = reducer, device
         self._held = 0
-        self._objected = False  # to the open pass
+        self._objected = ""  # to the open pass, and why
         self._pass: Pass | None = None
         self._open: weakref.ref[_Token] | None = None  # dead once the pass is over or cut short
-        self._taker = Taker(parameters, self._take, self._object, shards.local, self._arrive)
-        self._taker.plan(reducer.buckets)
+        self.taker = Taker(parameters, self._take, self._object, shards.local, self._arrive)
+        self.taker.plan(reducer.buckets)
         self._handle = module.register_forward_hook(_ForwardHook(weakref.ref(self)))
 
     @property
@@ -81,7 +81,7 @@ class ModuleAdapter:
     def remove(self) -> None:
         """Another adapter takes over."""
         self._handle.remove()
-        self._taker.release()
+        self.taker.release()
 
     # ---- inside of backward() ------------------------------------------------------------------
 
@@ -96,15 +96,15 @@ class ModuleAdapter:
         self._pass = None
         early = self._steps is not None and self._device is None
         early = early and self._reducer.spec["granularity"] == "bucket"
-        self._taker.begin(takes=early and self._taker.learnt)
-        self._objected = False
+        self.taker.begin(takes=early and self.taker.learnt)
+        self._objected = ""
         objection = self._objection()
         if objection:
             self._object(objection)
 
     def _objection(self) -> str:
         for name, parameter in zip(self._names, self._parameters, strict=True):
-            if len(parameter._post_accumulate_grad_hooks) > 1:
+            if len(parameter._post_accumulate_grad_hooks) > 1 or is_stepped(parameter):
                 return f"{name} {HOOKED}"
         module = self._module()
         now = {} if module is None else dict(module.named_parameters())
@@ -129,7 +129,7 @@ class ModuleAdapter:
 
     def end(self) -> None:
         """The engine has done its work."""
-        taker, steps = self._taker, self._steps
+        taker, steps = self.taker, self._steps
         self._open = None
         if (
             taker.idle and not self._objected
@@ -138,6 +138,8 @@ class ModuleAdapter:
             return
         if steps is None:
             taker.end()
+            if self._objected:
+                raise ValueError(self._objected)
             nobodys = dense.average(self._parameters, taker.used, self._shards, self._group)
             self._tell_delivered(nobodys)
             taker.forget_use()
@@ -197,8 +199,8 @@ class ModuleAdapter:
         def refuse() -> None:
             raise ValueError(words)
 
+        self._objected = words
         if self._steps is not None:
-            self._objected = True
             self._steps.hand_over(self._current(self._steps).step, refuse)
 
     # ---- the worker's part ---------------------------------------------------------------------
@@ -212,7 +214,7 @@ class ModuleAdapter:
 
     def _add_rest(self, current: Pass, rest: list[int], unused: list[int]) -> None:
         """What was not taken early; zeros for parameters that have no gradient here."""
-        self._taker.plan(self._reducer.buckets)
+        self.taker.plan(self._reducer.buckets)
         if unused:
             self._reducer.participate(unused=unused)
         batch = [(number, self._gradient(current, number)) for number in rest]

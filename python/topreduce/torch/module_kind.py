@@ -48,7 +48,11 @@ class ModuleKind:
 
     def check(self) -> None:
         check_module(self.module)
-        check_hooks(self.parameters())
+        self.check_hooks()
+
+    def check_hooks(self) -> None:
+        before = _adapters.get(self.module)
+        check_hooks(self.parameters(), None if before is None else before.taker)
 
     def parameters(self) -> Parameters:
         return self._named(trained=True)
@@ -82,8 +86,9 @@ class ModuleKind:
         return "" if adapter is None else adapter.owed
 
     def take_over(self, comm: GroupCommunicator) -> None:
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        make_equal([self.local(each.detach()) for each in tensors], comm, self.group)
+        tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        local = {plain_name(name): self.local(each.detach()) for name, each in tensors.items()}
+        make_equal(local, comm, self.group)
 
     def start(
         self,

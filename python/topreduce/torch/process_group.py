@@ -75,9 +75,12 @@ class GroupCommunicator(Communicator):
         self._signs: dict[int, float] = {}  # when peers said in it that they wait themselves
         self._said = 0.0  # when this rank said so, to those in `beside`
         self.beside: list[GroupCommunicator] = []  # this rank's other circles, where peers may wait
+        # Circles of which each call here needs all ranks until it ends: losing one ends a wait.
+        self.needed: list[GroupCommunicator] = []
         self._cause = ""  # why peers gave up, in the words of the first
         self._gloo: Any = None  # for reduce=native
         self._gone: set[int] = set()  # peers of whom nothing more is heard
+        self._loss = ""  # the first of them, and why, in words
         self._store = meet(group, self._names, timeout)
         # After a time-out everyone is asked: who is missed here may be waiting elsewhere.
         self._arrivals: Arrivals = (
@@ -136,7 +139,7 @@ class GroupCommunicator(Communicator):
             for circle in self.beside:
                 circle._tell(cause)
             absent_ranks = self._absent_ranks()
-        self.lose(peer, f"gave up: {why}{absent_ranks}")
+        self._lose_for_good(peer, f"gave up: {why}{absent_ranks}")
 
     def lost(self, peer: int, why: str) -> None:
         """A connection is gone. What the peer had to say may be in the store."""
@@ -147,7 +150,11 @@ class GroupCommunicator(Communicator):
         word = with_patience(lambda: legible(store.get(key)) if store.check([key]) else "")
         self._cause = self._cause or word or ""
         silence = "it left no word, and may have died, or the network is down"
-        self.lose(peer, f"is gone: {why} ({word or silence})")
+        self._lose_for_good(peer, f"is gone: {why} ({word or silence})")
+
+    def _lose_for_good(self, peer: int, why: str) -> None:
+        self._loss = self._loss or f"rank {self._names[peer]} {why}"
+        self.lose(peer, why)
 
     def native_all_reduce(self, values: NDArray[np.float32]) -> None:
         """By Gloo, in a group of our own that the first call makes."""
@@ -171,6 +178,10 @@ class GroupCommunicator(Communicator):
         if seconds < self._waited:  # another wait
             self._signs.clear()
         self._waited = seconds
+        for circle in self.needed:
+            circle.look()
+            if circle._gone:
+                return self.interrupt(f"is waited for no longer: {circle._loss}")
         silent = self._silent()
         if silent:
             return self._give_up_waiting(silent)

@@ -52,6 +52,8 @@ class Replicas(GroupCommunicator):
             self._inside.append(GroupCommunicator(grid.inside, timeout))
             # Who waits in one of them is no silent peer in the other.
             self.beside, self.shards.beside = [self.shards], [self]
+            # Steps and calls end inside: until then nobody of this replica may leave.
+            self.needed = [self.shards]
             self._check_places(grid)
         except BaseException as error:
             self.close(f"attach: {error}")
@@ -84,13 +86,20 @@ class Replicas(GroupCommunicator):
             raise ValueError(f"the ranks differ, so nothing was changed: {told}")
 
     def _ask_all(self, word: str) -> list[list[str]]:
-        """What all ranks of the model say, by replica and shard."""
+        """What all ranks of the model say, by replica and shard.
+
+        The replicas first: who makes a call alone holds up its own replica in FSDP, which does not
+        hear of it before the time-out.
+        """
         try:
-            own = self.shards.ask(word)
-            return [json.loads(each) for each in self.ask(json.dumps(own))]
+            own = self.ask(word)
+            by_shard = [json.loads(each) for each in self.shards.ask(json.dumps(own))]
         except ValueError as error:
             # Some ranks are elsewhere, and others cannot hear of it but by losing us.
             raise CommError(str(error)) from None
+        if len({len(each) for each in by_shard}) > 1:
+            raise ValueError(f"the shards have different numbers of replicas: {by_shard}")
+        return [list(words) for words in zip(*by_shard, strict=True)]
 
     def enter(self, call: str, step: int = 0) -> None:
         for part in self._inside:
@@ -111,6 +120,20 @@ class Replicas(GroupCommunicator):
         super().interrupt(why)
         for part in self._inside:
             part.interrupt(why)
+
+
+def check_mesh(replicas: object, grid: Grid) -> None:
+    """ValueError if ranks beside those of the grid may hold the same shards."""
+    if not isinstance(replicas, DeviceMesh):
+        return
+    whole = replicas._get_root_mesh()
+    if whole.size() > grid.between.size() * grid.inside.size():
+        raise ValueError(
+            f"replicas is one dimension of a mesh ({', '.join(whole.mesh_dim_names or ())}) with "
+            "more ranks than replicas and shards. Where those hold the same shards, as with tensor "
+            "parallelism, they would drift apart. If they hold none in common, as pipeline stages "
+            "do, attach with replicas=mesh.get_group('replicate')"
+        )
 
 
 def group_of(replicas: object) -> dist.ProcessGroup:

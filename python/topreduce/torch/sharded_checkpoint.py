@@ -4,11 +4,11 @@
     shards                              of each replica, when it was saved
     rank<r>/step, rank<r>/bypassed      of replica r
     rank<r>/<quantity>/<parameter>      of replica r, a DTensor that is sharded like the parameter
-    rank<r>/learnt                      what each shard has learnt, one row or several of a DTensor
+    rank<r>/learnt/<row>                what a shard has learnt; row i of shard i modulo shards
 
 What a shard has learnt, such as its threshold, fits that shard alone: with another number of shards
-it is learnt anew, which takes a step or two. The table has the same shape for any number, since
-torch.distributed.checkpoint loads a tensor only into one of its own shape.
+it is learnt anew, which takes a step or two. There are as many rows for any number of shards, since
+torch.distributed.checkpoint loads only what was saved.
 """
 
 import zlib
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from topreduce import Reducer
 from topreduce.torch import checkpoint
@@ -48,17 +47,8 @@ class ShardedBook:
                 state[prefix + key] = value
         learnt = _learnt(own)
         row = torch.tensor(list(learnt.values()), dtype=torch.float64)
-        parts = torch.arange(_ROWS).chunk(self._mesh.size())  # as DTensors are cut
-        place = self._mesh.get_local_rank()
-        rows = len(parts[place]) if place < len(parts) else 0
-        state[f"{prefix}learnt"] = DTensor.from_local(
-            row.repeat(rows, 1),
-            self._mesh,
-            [Shard(0)],
-            run_check=False,
-            shape=torch.Size((_ROWS, len(learnt))),
-            stride=(len(learnt), 1),
-        )
+        for number in self._rows():
+            state[f"{prefix}learnt/{number}"] = row
         state[f"{prefix}learnt_names"] = _fingerprint(learnt)
         return state
 
@@ -69,18 +59,31 @@ class ShardedBook:
         here = _own(checkpoint.pack(reducer, comm.ledger, comm.ledgers), prefix)
         state = {key: value for key, value in saved.items() if not key.startswith(prefix)}
         own = _own(saved, prefix)
-        table, names = own.pop("learnt", None), own.pop("learnt_names", None)
-        learnt = _learnt(here)
-        if own and (names != _fingerprint(learnt) or not isinstance(table, torch.Tensor)):
+        names, learnt = own.pop("learnt_names", None), _learnt(here)
+        rows = [own.pop(f"learnt/{number}", None) for number in self._rows()]
+        own = {key: value for key, value in own.items() if not key.startswith("learnt/")}
+        damaged = bool(rows) and not isinstance(rows[0], torch.Tensor)
+        if own and (names != _fingerprint(learnt) or damaged):
             raise ValueError("saved with other stages, or damaged: what they learnt does not fit")
+        shards, here_are = saved["shards"], self._mesh.size()
         if own:
-            rows = local_part(table)
-            if saved["shards"] == self._mesh.size() and rows.shape[0] > 0:
+            if shards == here_are and rows:
                 learnt = dict(zip(learnt, rows[0].tolist(), strict=True))
             own.update(learnt)
         for key, value in own.items():
             state[prefix + key] = local_part(value) if isinstance(value, torch.Tensor) else value
+        shapes = {key: getattr(value, "shape", ()) for key, value in here.items()}
+        uncut = any(getattr(state.get(prefix + key), "shape", ()) != shapes[key] for key in shapes)
+        if own and shards != here_are and uncut:
+            raise ValueError(
+                f"saved with {shards} shards, and this run has {here_are}: load it by "
+                "torch.distributed.checkpoint, which cuts it anew"
+            )
         checkpoint.unpack(state, reducer, comm.ledger, comm.ledgers)
+
+    def _rows(self) -> range:
+        """Those of this shard."""
+        return range(self._mesh.get_local_rank(), _ROWS, self._mesh.size())
 
 
 def _own(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:

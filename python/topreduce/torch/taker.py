@@ -188,13 +188,13 @@ class Taker:
 class TakerHook:
     """Of one parameter, which owns it."""
 
-    __slots__ = "_number", "_taker"
+    __slots__ = "_number", "taker"
 
     def __init__(self, taker: "weakref.ref[Taker]", number: int) -> None:
-        self._taker, self._number = taker, number
+        self.taker, self._number = taker, number
 
     def __call__(self, parameter: torch.nn.Parameter) -> None:
-        taker = self._taker()
+        taker = self.taker()
         if taker is not None:
             taker.called(self._number, parameter)
 
