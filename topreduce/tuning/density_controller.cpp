@@ -31,7 +31,7 @@ constexpr double kOfTheRoom = 0.95;
 
 // All that it costs, by waiting and by work on cores that compute, times what may be waited.
 constexpr double kInAll = 1.4;
-constexpr double kMostSlowdown = 1;
+constexpr double kShares = 0.5;  // of the work that makes the computing longer: cores are shared
 constexpr double kTellsWork = 0.01;  // of the computing: differences of work that tell anything
 constexpr std::size_t kMostVisits = 32;
 
@@ -89,7 +89,8 @@ bool DensityController::fits_processor(const Measurement& taken) const {
          all <= kInAll * overhead_ * (taken.computed + taken.waited);
 }
 
-// The computing takes so much longer with more work beside it: a line through all visits.
+// Whether the computing takes longer with more work beside it, by a line through all visits. Its
+// slope is too uncertain for more than that: cores are shared, or they are not.
 void DensityController::learn_processor() {
   double work = 0, computed = 0, least = Measurement::kUnknown, most = 0;
   for (const Visit& visit : visits_) {
@@ -108,7 +109,7 @@ void DensityController::learn_processor() {
     products += more * (visit.taken.computed - computed);
     squares += more * more;
   }
-  slowdown_ = std::clamp(products / squares, 0.0, kMostSlowdown);
+  slowdown_ = products > kShares * squares ? 1 : 0;
 }
 
 // What is known of the rungs, by what is known of the processor now.

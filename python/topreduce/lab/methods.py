@@ -74,13 +74,13 @@ class Method:
         """Without the steps that a training begins with, which send more."""
         if not self.is_ours:
             return self
-        return Method(
-            self.label, _with(_without_schedule(self.spec), "warmup_steps=0,ramp_steps=0")
-        )
+        spec = _without(self.spec, _SCHEDULE)
+        return Method(self.label, _with(spec, "warmup_steps=0,ramp_steps=0"))
 
     def first_steps(self) -> Method:
         """As it begins: it may wait longer than later."""
-        return Method(self.label + FIRST, _with(self.spec, f"overhead={_ramp_overhead(self.spec)}"))
+        spec = _without(self.spec, ("overhead",))
+        return Method(self.label + FIRST, _with(spec, f"overhead={_ramp_overhead(self.spec)}"))
 
     def again(self) -> Method:
         """The same under another name: what the two differ by is noise."""
@@ -213,12 +213,12 @@ def _ramp_overhead(spec: str) -> str:
     return made.spec["ramp_overhead"]
 
 
-def _without_schedule(spec: str) -> str:
-    """The spec without warm-up, ramp and seed."""
+def _without(spec: str, names: tuple[str, ...]) -> str:
+    """The spec without these settings."""
     name, colon, settings = spec.partition(":")
     kept, depth = [], 0
     for piece in settings.split(","):
-        if depth > 0 or piece.partition("=")[0] not in _SCHEDULE:
+        if depth > 0 or piece.partition("=")[0] not in names:
             kept.append(piece)
         depth += piece.count("(") - piece.count(")")
     return name + (colon + ",".join(kept) if any(kept) else "")

@@ -108,6 +108,8 @@ def _over_time(runs: Sequence[TrainRun]) -> Iterator[str]:
         ("norm of what a rank owes", lambda run: run.owed_norm),
     ]
     for title, values in curves:
+        if not any(values(run) for run in ours):
+            continue
         yield f"<h2>{title[0].upper()}{title[1:]}</h2>"
         yield from _lines("step", title, ours, functools.partial(_by_step, values), all_runs=runs)
 
