@@ -30,7 +30,7 @@ constexpr double kLeastUp = 1.1, kMostUp = 32, kLeastDown = 1.0 / 32, kMostDown 
 constexpr double kOfTheRoom = 0.95;
 
 // All that it costs, by waiting and by work on cores that compute, times what may be waited.
-constexpr double kInAll = 1.4;
+constexpr double kInAll = 1.2;
 constexpr double kShares = 0.5;  // of the work that makes the computing longer: cores are shared
 constexpr double kTellsWork = 0.01;  // of the computing: differences of work that tell anything
 constexpr std::size_t kMostVisits = 32;
@@ -206,6 +206,15 @@ void DensityController::go_down(const Measurement& taken) {
   try_next(std::min(rung_with(bytes), rung_ - 1));
 }
 
+// A threshold may need some steps to follow the density: fewer bytes than other rungs foretell.
+bool DensityController::sends_what_it_should(const Measurement& taken) const {
+  double usual = 0;
+  for (const Visit& visit : visits_) {
+    usual = std::max(usual, visit.taken.bytes / ladder_[visit.rung].bytes);
+  }
+  return taken.bytes >= kClearlyFewer * usual * ladder_[rung_].bytes;
+}
+
 // Not too near to what is known: where the bytes tell nothing, halves of what is left.
 void DensityController::try_next(std::size_t rung) {
   if (good_ && bad_) {
@@ -222,6 +231,7 @@ void DensityController::search() {
   const double limit = allowed(taken);
   const bool doubtful = std::abs(taken.waited - limit) < kDoubt * limit;
   if (doubtful && looks_.size() < kEnough) return;
+  if (!sends_what_it_should(taken) && looks_.size() < kMostLooks) return;
   std::erase_if(visits_, [&](const Visit& visit) { return visit.rung == rung_; });
   if (visits_.size() < kMostVisits) visits_.push_back({rung_, taken});
   learn_processor();
@@ -232,6 +242,7 @@ void DensityController::search() {
     // Fewer bytes are no remedy: what is left is the end of every step.
     floor_ = kAboveFloor * std::max(taken.waited, slower_->waited);
     sort_out();
+    if (good_) return settle(*good_);
   }
   if (!good_ && bad_ == 0 && taken.waited <= allowed(taken)) {
     processor_is_given_ = true;
@@ -271,10 +282,10 @@ void DensityController::hold() {
   const bool matters = usual_->exchanging > kMatters * (usual_->overlap + allowed(*usual_));
   const bool quicker = matters && recent.exchanging < kQuicker * usual_->exchanging;
   const bool longer = recent.computed > kLonger * usual_->computed;
-  if (quicker || longer) {
+  if ((quicker || longer) && fits(recent)) {
     patience_ = kFirstPatience;
     look_for(&recent);
-    return good_ ? go_up(recent) : void();
+    return go_up(recent);
   }
   if (recent.exchanging * kQuicker > usual_->exchanging ||
       recent.computed * kLonger < usual_->computed) {

@@ -60,6 +60,7 @@ class TOPREDUCE_API DensityController {
   void learn_processor();
   void sort_out();
   bool fits_processor(const Measurement& taken) const;
+  bool sends_what_it_should(const Measurement& taken) const;
   void settle(std::size_t rung);
   void look_for(const Measurement* held);
   void move_to(std::size_t rung);
