@@ -32,7 +32,8 @@ constexpr double kOfTheRoom = 0.95;
 // All that it costs, by waiting and by work on cores that compute, times what may be waited.
 constexpr double kInAll = 1.2;
 constexpr double kShares = 0.5;  // of the work that makes the computing longer: cores are shared
-constexpr double kTellsWork = 0.01;  // of the computing: differences of work that tell anything
+constexpr double kHardlyLess = 0.85;  // waiting and work, with half of the bytes
+constexpr double kTellsWork = 0.01;   // of the computing: differences of work that tell anything
 constexpr std::size_t kMostVisits = 32;
 
 // Waiting that bytes are not to blame for.
@@ -206,6 +207,14 @@ void DensityController::go_down(const Measurement& taken) {
   try_next(std::min(rung_with(bytes), rung_ - 1));
 }
 
+// Clearly fewer bytes than another rung, and yet hardly less waiting and work.
+bool DensityController::saves_little(const Measurement& taken) const {
+  const auto all = [](const Measurement& of) { return of.waited + of.busy; };
+  return std::ranges::any_of(visits_, [&](const Visit& visit) {
+    return taken.bytes < visit.taken.bytes / 2 && all(taken) > kHardlyLess * all(visit.taken);
+  });
+}
+
 // A threshold may need some steps to follow the density: fewer bytes than other rungs foretell.
 bool DensityController::sends_what_it_should(const Measurement& taken) const {
   double usual = 0;
@@ -244,7 +253,7 @@ void DensityController::search() {
     sort_out();
     if (good_) return settle(*good_);
   }
-  if (!good_ && bad_ == 0 && taken.waited <= allowed(taken)) {
+  if (!good_ && (bad_ == 0 || saves_little(taken)) && taken.waited <= allowed(taken)) {
     processor_is_given_ = true;
     sort_out();
   }

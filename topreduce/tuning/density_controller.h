@@ -61,6 +61,7 @@ class TOPREDUCE_API DensityController {
   void sort_out();
   bool fits_processor(const Measurement& taken) const;
   bool sends_what_it_should(const Measurement& taken) const;
+  bool saves_little(const Measurement& taken) const;
   void settle(std::size_t rung);
   void look_for(const Measurement* held);
   void move_to(std::size_t rung);
@@ -83,12 +84,12 @@ class TOPREDUCE_API DensityController {
     std::size_t rung;
     Measurement taken;
   };
-  std::vector<Visit> visits_;        // rungs that this search has tried
-  double slowdown_ = 0;              // seconds of computing that a second of work costs
-  bool processor_is_given_ = false;  // even the lowest rung costs too much there: it is what it is
-  int to_skip_ = 0;                  // steps before the stages have followed a change
-  std::vector<Measurement> looks_;   // at this rung, oldest first
-  double floor_ = 0;                 // seconds of waiting that fewer bytes do not shorten
+  std::vector<Visit> visits_;          // rungs that this search has tried
+  double slowdown_ = 0;                // seconds of computing that a second of work costs
+  bool processor_is_given_ = false;    // less would hardly save any of its work: it is what it is
+  int to_skip_ = 0;                    // steps before the stages have followed a change
+  std::vector<Measurement> looks_;     // at this rung, oldest first
+  double floor_ = 0;                   // seconds of waiting that fewer bytes do not shorten
   std::optional<Measurement> slower_;  // what was measured on the last rung that was too slow
   std::optional<Measurement> usual_;   // what was measured when it settled
   std::uint64_t held_ = 0, patience_;
