@@ -68,7 +68,7 @@ class Golden : public testing::TestWithParam<std::string_view> {
   static std::vector<std::byte> compared(const char* kind, const Bytes& payload) {
     const Bytes message = sealed(kIdentity, kRound, payload);
     const std::string path =
-        std::string(TOPREDUCE_GOLDEN_FOLDER) + "/" + kind + "_" + std::string(GetParam()) + ".bin";
+        "tests/golden/" + std::string(kind) + "_" + std::string(GetParam()) + ".bin";
     const char* wish = std::getenv("TOPREDUCE_GOLDEN");
     if (wish != nullptr && std::string_view(wish) == "write") {
       std::ofstream(path, std::ios::binary)

@@ -208,3 +208,28 @@ def forget(rank: Rank) -> None:
 
 def test_a_model_that_comes_without_its_debts_is_reported() -> None:
     group(2).run(forget)
+
+
+# ---- older versions ----------------------------------------------------------------------------
+
+
+def load_first_version(rank: Rank, method: str, settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    sync = attach_at_once(ddp, method, density=0.1, **settings)
+    saved = torch.load(Path(__file__).parent / "golden" / f"0.1_{method}_rank{rank.rank}.pt")
+    sync.load_state_dict(saved)
+    state = sync.state_dict()
+    own = [key for key in saved if key.startswith(f"rank{rank.rank}/")]
+    assert own and all(torch.equal(*map(torch.as_tensor, (saved[k], state[k]))) for k in own)
+    for _ in range(2):
+        ddp(torch.ones(4, 6)).square().mean().backward()
+    assert sync.state_dict()[f"rank{rank.rank}/step"] == saved[f"rank{rank.rank}/step"] + 2
+
+
+@pytest.mark.parametrize("method", ["topk", "ok_topk", "arc_topk", "gaussiank"])
+def test_states_of_the_first_version(method: str) -> None:
+    """Saved in November 2026 by version 0.1 as it was then, after five steps of two ranks."""
+    feedback = {"feedback": "ef21m"} if method == "arc_topk" else {}
+    group(2).run(load_first_version, method, feedback)
