@@ -228,19 +228,23 @@ class Member(_OnTwoLevels):
 
     _news: dict[str, Any] | None = None  # of the last step
 
-    # The delegates choose.
+    # What is found while running, the delegates find.
 
     @property
     def density(self) -> float:
-        return float(self._news["density"]) if self._news else super().density
+        return float(self._found("density", super().density))
 
     @property
     def level(self) -> str:
-        return str(self._news["level"]) if self._news else super().level
+        return str(self._found("level", super().level))
 
     @property
     def reason(self) -> str:
-        return str(self._news["reason"]) if self._news else super().reason
+        return str(self._found("reason", super().reason))
+
+    def _found(self, name: str, own: object) -> Any:
+        told = self._news is not None and self.spec["density"] == "auto" and not self.bypassed
+        return self._news[name] if told and self._news else own
 
     def add(self, parameters: Sequence[int], gradient: Floats, most: float = _ANY) -> None:
         self._collect(parameters, gradient)
