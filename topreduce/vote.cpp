@@ -26,9 +26,9 @@ constexpr std::byte kJoined{1}, kDivideByPresent{2};  // in a participation
 using tuning::Measurement;
 
 // Numbers of a measurement, in the order in which they travel, as fp32.
-constexpr double Measurement::*kMeasured[] = {&Measurement::computed, &Measurement::waited,
+constexpr double Measurement::*kMeasured[] = {&Measurement::computed,   &Measurement::waited,
                                               &Measurement::exchanging, &Measurement::overlap,
-                                              &Measurement::bytes, &Measurement::busy};
+                                              &Measurement::bytes,      &Measurement::busy};
 
 // What travels; merged with others it says what all of them say.
 struct Word {
