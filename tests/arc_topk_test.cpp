@@ -241,7 +241,8 @@ TEST(ArcTopK, SendsSketchesAndRowsAndNothingElse) {
     // 2 (P - 1) / P of the values by each of P ranks; to each peer in every round a seal, exchange,
     // round and length, which may take two bytes; and the head of a frame and a vote.
     const std::size_t head = wire::kSealBytes + 3 + payload_of({}).size(), vote = 20 + 6 + 7;
-    const std::size_t least = 4 * 2 * 2 * values + 6 * (4 * head + vote + comm::Mailbox::kFrameHead);
+    const std::size_t least =
+        4 * 2 * 2 * values + 6 * (4 * head + vote + comm::Mailbox::kFrameHead);
     EXPECT_GE(sent, least);
     EXPECT_LE(sent, least + 6 * 4);
   }

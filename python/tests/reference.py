@@ -519,7 +519,7 @@ def arc_rows(
         size = size_of(shape)
         wide = count = 0
         if len(shape) > 1 and size:
-            wide = width or size // shape[0]
+            wide = min(width, size) or size // shape[0]
             count = -(-size // wide)
             if count * sketch >= size:
                 wide = count = 0

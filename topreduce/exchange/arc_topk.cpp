@@ -69,7 +69,8 @@ struct Work {
 Rows cut_into_rows(const Parameter& parameter, const Options& options) {
   if (parameter.shape.size() < 2 || parameter.size == 0) return {};
   Rows rows;
-  rows.width = options.width > 0 ? options.width : parameter.size / parameter.shape[0];
+  rows.width = options.width > 0 ? std::min(options.width, parameter.size)
+                                 : parameter.size / parameter.shape[0];
   rows.count = (parameter.size + rows.width - 1) / rows.width;
   return rows.count * options.sketch < parameter.size ? rows : Rows();
 }
