@@ -1166,6 +1166,7 @@ TOGETHER = {"dense", "randk", "arc_topk"}  # all ranks always send the same entr
 
 # method: feedback, select with granularity model and bucket, exchange
 METHODS = {
+    "auto": ("residual", {"model": "topk", "bucket": "carried"}, "gather"),
     "dense": ("none", {"model": "", "bucket": ""}, "dense"),
     "topk": ("residual", {"model": "topk", "bucket": "carried"}, "gather"),
     "randk": ("residual", {"model": "", "bucket": ""}, "randk"),

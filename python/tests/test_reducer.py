@@ -411,6 +411,7 @@ def test_layout() -> None:
 FIELDS: dict[str, type] = {
     "step": int,
     "entries": int,
+    "density": float,
     "budget": int,
     "selected": int,
     "delivered": int,
@@ -424,6 +425,8 @@ FIELDS: dict[str, type] = {
     "owed_norm": float,
     "finite": bool,
     "seconds_exchanging": float,
+    "seconds_computed": float,
+    "seconds_waited": float,
     "seconds": dict,
 }
 

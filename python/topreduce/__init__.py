@@ -1,6 +1,6 @@
 """Averages gradients over slow networks by sending only the entries that matter.
 
-``topreduce.torch.attach(ddp_model, "topk", density=0.01)`` is the line that PyTorch users add; it
+``topreduce.torch.attach(ddp_model)`` is the line that PyTorch users add; it
 is imported explicitly, so that this package does not need torch.
 """
 

@@ -132,7 +132,8 @@ RebuildPlan Reducer::Impl::plan_rebuild(Communicator& communicator) {
         "anew from a checkpoint");
   }
   communicator.enter({comm::Place::Kind::rebuild, 0});
-  expect_same_text(communicator, description);
+  // With method=auto the exchange follows from the number of ranks, which differs for who joins.
+  expect_same_text(communicator, given.name == "auto" ? describe(layout, given) : description);
   Card mine{
       .step = step, .ranks = static_cast<std::uint32_t>(ranks), .in_doubt = doubt.has_value()};
   for (const float owed : pipeline.feedback->owed()) {
@@ -182,6 +183,7 @@ std::span<const float> Reducer::Impl::rebuild(Communicator& communicator,
                       ", but the last one was " + std::to_string(roster.step - 1));
     }
   }
+  if (role == Role::joins) prepare_for(roster.ranks_before);  // to learn the same
   LearntSaver learnt;
   if (roster.count(Role::joins) > 0) {
     visit(learnt);
@@ -192,7 +194,7 @@ std::span<const float> Reducer::Impl::rebuild(Communicator& communicator,
     }
   }
   // What needs memory comes before the point of no return.
-  Pipeline fresh(layout, given);
+  Pipeline fresh(layout, with_exchange(given, roster.ranks_before));
   communicator.barrier();
 
   late_mean.clear();
@@ -217,6 +219,11 @@ std::span<const float> Reducer::Impl::rebuild(Communicator& communicator,
   }
   step = roster.step;
   in_parts = false;
+  if (roster.count(Role::on_time) < communicator.size() || !roster.same_ranks()) {
+    prepared_ranks = 0;  // a density is found anew: not all know what was measured
+    coming.reset();
+    prepare_for(communicator.size());
+  }
   ranks = agreed_ranks = communicator.size();
   forget_order();
   return late_mean;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -77,6 +77,7 @@ class TrainRun:
     owed_norm: list[float]
     evaluations: list[Evaluation]
     sample: str = ""
+    waited: list[float] = field(default_factory=list)  # seconds of each step; empty unless ours
 
     @property
     def final_loss(self) -> float:
@@ -175,6 +176,7 @@ class _Training:
             owed_norm=[each["owed_norm"] for each in stats],
             evaluations=self._evaluations,
             sample=sample,
+            waited=[each["seconds_waited"] for each in stats],
         )
 
     def _look_at_the_clock(self) -> None:
