@@ -216,9 +216,12 @@ bool DensityController::saves_little(const Measurement& taken) const {
 }
 
 // A threshold may need some steps to follow the density: fewer bytes than other rungs foretell.
+// What sends everything needs none, and its bytes tell nothing of the others.
 bool DensityController::sends_what_it_should(const Measurement& taken) const {
+  if (level().everything()) return true;
   double usual = 0;
   for (const Visit& visit : visits_) {
+    if (ladder_[visit.rung].level.everything()) continue;
     usual = std::max(usual, visit.taken.bytes / ladder_[visit.rung].bytes);
   }
   return taken.bytes >= kClearlyFewer * usual * ladder_[rung_].bytes;
