@@ -86,7 +86,9 @@ class Training {
       const Level level = controller.level();
       const auto rung = std::ranges::find(rungs, level, &Rung::level);
       visited.push_back(static_cast<std::size_t>(rung - rungs.begin()));
-      const Measurement taken = hosts.step(rung->bytes, random_);
+      const double wanted = rung->bytes;
+      sent_ = follows < 1 && wanted < sent_ ? wanted / 2 : sent_ + follows * (wanted - sent_);
+      const Measurement taken = hosts.step(sent_, random_);
       shares.push_back(taken.share());
       if (last_) controller.note(step_ - 1, last_->first, last_->second);
       last_ = {level, taken};
@@ -107,8 +109,10 @@ class Training {
   DensityController controller;
   std::vector<std::size_t> visited;
   std::vector<double> shares;
+  double follows = 1;  // of the way to the entries that are asked for, in a step
 
  private:
+  double sent_ = 0;  // bytes
   std::mt19937 random_;
   std::uint64_t step_ = 0;
   std::optional<std::pair<Level, Measurement>> last_;
@@ -239,7 +243,7 @@ TEST(DensityController, LimitsWhatItCostsInAll) {
   EXPECT_GT(other.rung(), run.rung());
 }
 
-// Even the least costs too much: then only waiting counts.
+// Even the least costs too much: then what is beyond that is limited.
 TEST(DensityController, TakesTheProcessorAsItIs) {
   const Hosts hosts{.rate = 100 * kMbit, .work = 30e-3, .work_per_byte = 5e-9, .slowdown = 1};
   Training run;
@@ -248,6 +252,31 @@ TEST(DensityController, TakesTheProcessorAsItIs) {
   expect_best(run, hosts, 0.05);
   run.steps(hosts, 60);
   EXPECT_EQ(run.moves(60), 0);
+}
+
+TEST(DensityController, WhatCannotBeSavedIsNoReasonToSpendMore) {
+  const Hosts hosts{.rate = 1000 * kMbit, .work = 30e-3, .work_per_byte = 16e-9, .slowdown = 1};
+  Training run;
+  run.steps(hosts, 2 * kSettled);
+  EXPECT_TRUE(run.controller.settled());
+  const double least = hosts.cost(run.rungs[0].bytes);
+  EXPECT_LE(hosts.cost(run.rungs[run.rung()].bytes), least + 0.09);
+  EXPECT_GE(hosts.cost(run.rungs[run.rung() + 4].bytes), least + 0.05) << "no less than need be";
+}
+
+// Where fewer are asked for a threshold is too high at first: half of them, and more in each step.
+TEST(DensityController, DoesNotWaitForAThresholdThatFollows) {
+  for (const double mbit : {50., 100., 1000.}) {
+    SCOPED_TRACE(mbit);
+    const Hosts hosts{.rate = mbit * kMbit};
+    Training run;
+    run.follows = 0.3;
+    run.steps(hosts, 2 * kSettled);
+    EXPECT_TRUE(run.controller.settled());
+    const std::size_t best = hosts.best(run.rungs, 0.05);
+    EXPECT_LE(run.rung(), best + 1);
+    EXPECT_GE(run.rung() + 3, best);
+  }
 }
 
 TEST(DensityController, GoesOnWhereItWas) {

@@ -13,12 +13,6 @@ double seconds_between(std::chrono::steady_clock::time_point from,
   return std::max(0.0, std::chrono::duration<double>(to - from).count());
 }
 
-// Without the network, where it mostly waits.
-double seconds_of_work(StepStats stats) {
-  return stats[Stage::look] + stats[Stage::choose] + stats[Stage::pack] + stats[Stage::unpack] +
-         stats[Stage::commit];
-}
-
 }  // namespace
 
 // So many ranks are there, which may be others than before.
@@ -57,6 +51,13 @@ void Reducer::Impl::note_density() {
   coming = {controller->level(), controller->settled()};
 }
 
+void Reducer::Impl::note_gradient() {
+  last_added = std::chrono::steady_clock::now();
+  // Without the network, where it mostly waits.
+  worked_meanwhile = running[Stage::look] + running[Stage::choose] + running[Stage::pack] +
+                     running[Stage::unpack] + running[Stage::commit];
+}
+
 void Reducer::Impl::time_step(std::uint64_t number) {
   const auto now = std::chrono::steady_clock::now();
   finished_at = now;
@@ -69,7 +70,7 @@ void Reducer::Impl::time_step(std::uint64_t number) {
                .exchanging = stats.seconds_exchanging,
                .overlap = any_started ? seconds_between(first_started, last_added) : 0,
                .bytes = static_cast<double>(stats.bytes_sent),
-               .busy = seconds_of_work(stats)}};
+               .busy = worked_meanwhile}};
 }
 
 void Reducer::Impl::timed(double computed, double waited) {

@@ -77,6 +77,7 @@ void Reducer::Impl::begin(Communicator& communicator, float scale) {
   loss_scale = knows_scale ? scale : 1;
   opened_at = last_added = std::chrono::steady_clock::now();
   any_started = false;
+  worked_meanwhile = 0;
   level = next_level();
   const Regime last = std::exchange(regime, regime_of_step());
   if (regime != last) buckets.clear();  // a dense step's buffers are as large as the model
@@ -142,7 +143,7 @@ void Reducer::Impl::add(std::span<const std::size_t> parameters, std::span<float
     held[id] = {on_device ? gradient : gradient.subspan(start, layout[id].size), most, lent, {}};
     start += layout[id].size;
   }
-  last_added = std::chrono::steady_clock::now();
+  note_gradient();
   if (pipeline.granularity == Granularity::bucket) go_on();
 }
 

@@ -50,6 +50,7 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   void start_search();
   tuning::Level next_level() const;
   void note_density();
+  void note_gradient();
   void time_step(std::uint64_t number);
   void timed(double computed, double waited);
   void timed_since(std::chrono::steady_clock::time_point last);
@@ -160,6 +161,7 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   Budget budget;
   std::chrono::steady_clock::time_point opened_at, first_started, last_added;
   bool any_started = false;
+  double worked_meanwhile = 0;  // seconds until the last gradient came
   std::optional<std::chrono::steady_clock::time_point> finished_at;  // the step before
   std::optional<tuning::Measurement> vote_measured;  // of the last step, by all ranks
   exchange::Workspace workspace;

@@ -30,11 +30,12 @@ constexpr double kLeastUp = 1.1, kMostUp = 32, kLeastDown = 1.0 / 32, kMostDown 
 constexpr double kOfTheRoom = 0.95;
 
 // All that it costs, by waiting and by work on cores that compute, times what may be waited.
-constexpr double kInAll = 1.2;
+constexpr double kInAll = 1.4;
 constexpr double kShares = 0.5;  // of the work that makes the computing longer: cores are shared
 constexpr double kHardlyLess = 0.85;  // waiting and work, with half of the bytes
 constexpr double kTellsWork = 0.01;   // of the computing: differences of work that tell anything
 constexpr std::size_t kMostVisits = 32;
+constexpr double kAsForetold = 0.9;  // bytes
 
 // Waiting that bytes are not to blame for.
 constexpr double kClearlyFewer = 0.7, kHardlyShorter = 0.8, kAboveFloor = 1.1;
@@ -84,10 +85,16 @@ bool DensityController::fits(const Measurement& taken) const {
   return taken.waited <= allowed(taken) && fits_processor(taken);
 }
 
+double DensityController::cost(const Measurement& taken) const {
+  return taken.waited + slowdown_ * taken.busy;
+}
+
+double DensityController::allowed_in_all(const Measurement& taken) const {
+  return std::max(given_, floor_) + kInAll * overhead_ * (taken.computed + taken.waited);
+}
+
 bool DensityController::fits_processor(const Measurement& taken) const {
-  const double all = taken.waited + slowdown_ * taken.busy;
-  return processor_is_given_ || floor_ > 0 ||
-         all <= kInAll * overhead_ * (taken.computed + taken.waited);
+  return cost(taken) <= allowed_in_all(taken);
 }
 
 // Whether the computing takes longer with more work beside it, by a line through all visits. Its
@@ -158,7 +165,7 @@ void DensityController::look_for(const Measurement* held) {
   visits_.clear();
   stride_ = 1;
   floor_ = 0;
-  processor_is_given_ = false;
+  given_ = 0;
   slower_.reset();
   if (held == nullptr) return;
   visits_.push_back({rung_, *held});
@@ -178,10 +185,7 @@ void DensityController::go_up(const Measurement& taken) {
   const double room = taken.overlap + allowed(taken);
   double factor = kMostUp;
   if (taken.exchanging * kMostUp > room) factor = kOfTheRoom * room / taken.exchanging;
-  const double all = taken.waited + slowdown_ * taken.busy;
-  if (slowdown_ > 0 && !processor_is_given_ && floor_ == 0) {
-    factor = std::min(factor, kInAll * overhead_ * (taken.computed + taken.waited) / all);
-  }
+  if (slowdown_ > 0) factor = std::min(factor, allowed_in_all(taken) / cost(taken));
   if (options_.most_bytes > 0 && taken.bytes > 0) {
     factor = std::min(factor, options_.most_bytes / taken.bytes);
   }
@@ -195,10 +199,7 @@ void DensityController::go_down(const Measurement& taken) {
   double factor = 1;
   const double too_long = taken.waited - allowed(taken);
   if (too_long > 0) factor = taken.exchanging > 0 ? 1 - too_long / taken.exchanging : kLeastDown;
-  if (!fits_processor(taken)) {
-    const double all = taken.waited + slowdown_ * taken.busy;
-    factor = std::min(factor, kInAll * overhead_ * (taken.computed + taken.waited) / all);
-  }
+  if (!fits_processor(taken)) factor = std::min(factor, allowed_in_all(taken) / cost(taken));
   if (options_.most_bytes > 0 && taken.bytes > 0) {
     factor = std::min(factor, options_.most_bytes / taken.bytes);
   }
@@ -215,16 +216,17 @@ bool DensityController::saves_little(const Measurement& taken) const {
   });
 }
 
-// A threshold may need some steps to follow the density: fewer bytes than other rungs foretell.
-// What sends everything needs none, and its bytes tell nothing of the others.
-bool DensityController::sends_what_it_should(const Measurement& taken) const {
-  if (level().everything()) return true;
+// A threshold may need some steps to follow the density. Fewer bytes than other rungs foretell tell
+// of a lower rung: this one. What sends everything needs no steps, and tells nothing of the others.
+std::size_t DensityController::rung_sent(const Measurement& taken) const {
+  if (level().everything()) return rung_;
   double usual = 0;
   for (const Visit& visit : visits_) {
     if (ladder_[visit.rung].level.everything()) continue;
     usual = std::max(usual, visit.taken.bytes / ladder_[visit.rung].bytes);
   }
-  return taken.bytes >= kClearlyFewer * usual * ladder_[rung_].bytes;
+  if (taken.bytes >= kAsForetold * usual * ladder_[rung_].bytes) return rung_;
+  return std::min(rung_with(taken.bytes / usual), rung_);
 }
 
 // Not too near to what is known: where the bytes tell nothing, halves of what is left.
@@ -243,9 +245,14 @@ void DensityController::search() {
   const double limit = allowed(taken);
   const bool doubtful = std::abs(taken.waited - limit) < kDoubt * limit;
   if (doubtful && looks_.size() < kEnough) return;
-  if (!sends_what_it_should(taken) && looks_.size() < kMostLooks) return;
-  std::erase_if(visits_, [&](const Visit& visit) { return visit.rung == rung_; });
-  if (visits_.size() < kMostVisits) visits_.push_back({rung_, taken});
+  std::size_t sent = rung_sent(taken);
+  if (sent != rung_) {
+    const bool news = (!good_ || sent > *good_) && (!bad_ || sent < *bad_);
+    if (!news && looks_.size() < kMostLooks) return;
+    if (!news) sent = rung_;
+  }
+  std::erase_if(visits_, [&](const Visit& visit) { return visit.rung == sent; });
+  if (visits_.size() < kMostVisits) visits_.push_back({sent, taken});
   learn_processor();
   sort_out();
   if (!good_ && slower_ && taken.waited > allowed(taken) &&
@@ -257,7 +264,7 @@ void DensityController::search() {
     if (good_) return settle(*good_);
   }
   if (!good_ && (bad_ == 0 || saves_little(taken)) && taken.waited <= allowed(taken)) {
-    processor_is_given_ = true;
+    given_ = cost(taken);
     sort_out();
   }
   if (taken.waited > allowed(taken)) slower_ = taken;
@@ -265,7 +272,7 @@ void DensityController::search() {
   if (good_ == ladder_.size() - 1) return settle(*good_);
   if (good_ && bad_ && *bad_ - *good_ <= kNear) return settle(*good_);
   // From the nearest rung that is known.
-  const bool from_good = good_ && (!bad_ || rung_ == *good_);
+  const bool from_good = good_ && (!bad_ || sent == *good_);
   const std::size_t from = from_good ? *good_ : *bad_;
   const auto visit = std::ranges::find(visits_, from, &Visit::rung);
   const Measurement known = visit->taken;
@@ -306,10 +313,10 @@ void DensityController::hold() {
   if (held_ < patience_ || !fits(recent)) return;
   patience_ = std::min(2 * patience_, kLongestPatience);
   const double floor = floor_;
-  const bool given = processor_is_given_;
+  const double given = given_;
   look_for(&recent);
   floor_ = floor;
-  processor_is_given_ = given;
+  given_ = given;
   sort_out();
   move_to(rung_ + 1);
 }

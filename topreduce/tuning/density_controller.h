@@ -59,8 +59,10 @@ class TOPREDUCE_API DensityController {
   void hold();
   void learn_processor();
   void sort_out();
+  double cost(const Measurement& taken) const;
+  double allowed_in_all(const Measurement& taken) const;
   bool fits_processor(const Measurement& taken) const;
-  bool sends_what_it_should(const Measurement& taken) const;
+  std::size_t rung_sent(const Measurement& taken) const;
   bool saves_little(const Measurement& taken) const;
   void settle(std::size_t rung);
   void look_for(const Measurement* held);
@@ -86,7 +88,7 @@ class TOPREDUCE_API DensityController {
   };
   std::vector<Visit> visits_;          // rungs that this search has tried
   double slowdown_ = 0;                // seconds of computing that a second of work costs
-  bool processor_is_given_ = false;    // less would hardly save any of its work: it is what it is
+  double given_ = 0;                   // seconds of waiting and work that fewer bytes hardly save
   int to_skip_ = 0;                    // steps before the stages have followed a change
   std::vector<Measurement> looks_;     // at this rung, oldest first
   double floor_ = 0;                   // seconds of waiting that fewer bytes do not shorten

@@ -17,7 +17,7 @@ struct Measurement {
   /// Seconds of `computed` that exchanges could use: from the first one on; the longest.
   double overlap = 0;
   double bytes = 0;  ///< sent; the most
-  double busy = 0;   ///< seconds that a processor worked on it, also while gradients came; the most
+  double busy = 0;   ///< seconds of `computed` in which a processor worked on it; the most
 
   static constexpr double kUnknown = std::numeric_limits<float>::max();
   bool known() const { return waited < kUnknown && computed > 0; }
