@@ -7,6 +7,8 @@
 #include "cluster.h"
 #include "expect_error.h"
 #include "topreduce/errors.h"
+#include "topreduce/tuning/level.h"
+#include "topreduce/wire/payload.h"
 
 namespace topreduce::laws {
 namespace {
@@ -114,6 +116,53 @@ TEST(AutoDensity, IsForEveryMethodWithADensity) {
         seen.levels, [](const std::string& level) { return as_density(level) < 1; });
     EXPECT_EQ(sparse, method.name != "dense");
     EXPECT_EQ(std::set(seen.levels.begin(), seen.levels.end()).size() > 1, sparse);
+  }
+}
+
+/// The density with which entries in `format` take as many bytes as `density` in 4 bits.
+double with_equal_bytes(wire::ValueFormat format, double density) {
+  const auto bits = [](wire::ValueFormat of, double share) {
+    return share * (wire::bits_per_value(of) + wire::bits_per_index(share));
+  };
+  double low = density / 8, high = std::min(1.0, 8 * density);
+  for (int i = 0; i < 40; ++i) {
+    const double middle = (low + high) / 2;
+    (bits(format, middle) < bits(wire::ValueFormat::int4, density) ? low : high) = middle;
+  }
+  return low;
+}
+
+// Why entries travel in 4 bits: with equal bytes finer formats settle less, and owe more.
+TEST(AutoDensity, FourBitsKeepMoreEnergyThanFinerFormats) {
+  const Layout layout({{"weight", {20'000}}});
+  struct EnergyKept {
+    double energy, owed;
+  };
+  const auto keep = [&](wire::ValueFormat format, double density) {
+    std::vector<EnergyKept> kept(2);
+    run_ranks(2, [&](Communicator& comm) {
+      Reducer reducer(layout, "topk:granularity=model,values=" +
+                                  tuning::to_word({.density = 1, .values = format}) +
+                                  ",density=" + std::to_string(density));
+      EnergyKept& mine = kept[comm::at(comm.rank())];
+      for (int s = 0; s < 12; ++s) {
+        Floats gradient = heavy_tailed(comm.rank(), s, layout);
+        const StepStats& stats = reducer.average(comm, gradient);
+        mine = {stats.kept_energy, stats.owed_norm};
+      }
+    });
+    return kept[0];
+  };
+  for (const double density : {0.003, 0.03, 0.1, 0.2}) {
+    const EnergyKept chosen = keep(wire::ValueFormat::int4, density);
+    using wire::ValueFormat;
+    for (const auto other : {ValueFormat::bf16, ValueFormat::int8}) {
+      SCOPED_TRACE(tuning::to_word({.density = 1, .values = other}) + " instead of " +
+                   std::to_string(density));
+      const EnergyKept kept = keep(other, with_equal_bytes(other, density));
+      EXPECT_GT(chosen.energy, kept.energy);
+      EXPECT_LT(chosen.owed, kept.owed);
+    }
   }
 }
 
