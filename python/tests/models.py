@@ -19,10 +19,8 @@ from topreduce.torch.fsdp import local_part
 
 
 def attach_at_once(ddp: DistributedDataParallel, method: str = "topk", **settings: Any) -> Sync:
-    """attach() for tests of cut steps: no warm-up, no ramp, 1 %, small buckets, unless they ask."""
-    usual: dict[str, Any] = {"warmup_steps": 0, "ramp_steps": 0, "bucket_cap_mb": 0}
-    if isinstance(method, str) and "density" not in method and "dense" not in method:
-        usual["density"] = 0.01
+    """attach() for tests of cut steps: no warm-up, no ramp, and small buckets, unless they ask."""
+    usual = {"warmup_steps": 0, "ramp_steps": 0, "bucket_cap_mb": 0}
     return topreduce.torch.attach(ddp, method, **{**usual, **settings})
 
 

@@ -1,4 +1,4 @@
-"""attach(model) alone: all ranks send the same, as much as hides, and it can be repeated."""
+"""attach(model, "auto"): all ranks send the same, as much as hides, and it can be repeated."""
 
 import time
 from pathlib import Path
@@ -54,7 +54,7 @@ def expect_same_everywhere(words: list[str]) -> None:
 
 def at_once(model: torch.nn.Module, **settings: Any) -> Sync:
     return topreduce.torch.attach(
-        model, **{"warmup_steps": 0, "ramp_steps": 0, "bucket_cap_mb": 0, **settings}
+        model, "auto", **{"warmup_steps": 0, "ramp_steps": 0, "bucket_cap_mb": 0, **settings}
     )
 
 
@@ -138,11 +138,13 @@ def fixed_parts(rank: Rank) -> None:
     """Naming a method or a density fixes that part."""
     run = Run(rank)
     for method, density, expected in (
-        ("topk", None, ("topk", "auto")),
+        ("topk", None, ("topk", "0.01")),
+        ("topk", "auto", ("topk", "auto")),
+        ("auto", None, ("auto", "auto")),
         ("topk:density=0.3", None, ("topk", "0.3")),
         ("auto", 0.3, ("auto", "0.3")),
         ("dense", None, ("dense", "1")),
-        ("arc_topk", None, ("arc_topk", "auto")),
+        ("arc_topk", None, ("arc_topk", "0.2")),
     ):
         sync = topreduce.torch.attach(run.ddp, method, density=density)
         spec = sync._reducer.spec

@@ -68,7 +68,7 @@ class Method:
         """Whether it finds its density while it runs."""
         name, _, settings = self.spec.removeprefix(OURS).partition(":")
         named = re.search(r"\bdensity=([^,]*)", settings)
-        return self.is_ours and name != "dense" and (named is None or named[1] == "auto")
+        return self.is_ours and (named[1] if named else name) == "auto"
 
     def steady(self) -> Method:
         """Without the steps that a training begins with, which send more."""

@@ -39,7 +39,7 @@ _SCALERS = " (all ranks must give one, GradScaler(enabled=False) where the loss 
 
 def attach(
     model: torch.nn.Module,
-    method: str = "auto",
+    method: str = "topk",
     *,
     group: dist.ProcessGroup | Ranks | None = None,
     replicas: DeviceMesh | dist.ProcessGroup | None = None,
@@ -74,18 +74,19 @@ def attach(
     Collective over all ranks that train it; if one refuses, or they differ in model, method,
     settings or version, all of them raise and nothing is attached.
 
-    With `method` "auto" and `density` "auto", which is what None means, each step sends as much as
-    hides behind the backward pass: the most with which `backward()` waits for us for at most
-    `overhead` (5 %) of a step, from `min_density` (0.1 %) to `max_density`, and at most
-    `budget_bytes` from each rank. Naming a method, or a density, fixes that part; a list of
-    densities, or a file of them, repeats another run (`Sync.choices`). In the first `warmup_steps`
-    (10) and `ramp_steps` (100) more may be waited (`ramp_overhead`, 25 %); with a fixed density the
-    former are dense, and the density falls geometrically over the latter.
+    What is None has the method's default; `topreduce methods` lists them. The first `warmup_steps`
+    (10) are dense, then the density falls geometrically over `ramp_steps` (100).
 
-    What else is None has the method's default; `topreduce methods` lists them. `bucket_cap_mb`:
-    gradients that are exchanged together, as they become ready; DDP's own buckets do not matter.
-    `keep_dense`: patterns such as "*norm*" for parameters that are never cut. `scaler`: the
-    GradScaler that multiplies your loss, so that what is owed is kept without its factor.
+    With `density` "auto", the default of `method` "auto", each step sends as much as hides behind
+    the backward pass: the most with which `backward()` waits for us for at most `overhead` (5 %)
+    of a step, from `min_density` (0.1 %) to `max_density`, and at most `budget_bytes` from each
+    rank. In its first `warmup_steps` and `ramp_steps` more may be waited (`ramp_overhead`, 25 %). A
+    list of densities, or a file of them, repeats another run (`Sync.choices`).
+
+    `bucket_cap_mb`: gradients that are exchanged together, as they become ready; DDP's own buckets
+    do not matter. `keep_dense`: patterns such as "*norm*" for parameters that are never cut.
+    `scaler`: the GradScaler that multiplies your loss, so that what is owed is kept without its
+    factor.
     `local_group`, for DDP: the ranks of this rank's machine, as a process group, or "host" for
     those of one host name and boot; gradients are then averaged inside each machine first, and one
     rank of each exchanges, and owes.
@@ -110,7 +111,7 @@ def attach(
         if not isinstance(verify_every, int) or verify_every < 0:
             raise ValueError(f"verify_every must be a number of steps, not {verify_every!r}")
         given = {
-            "density": as_setting(_or_default(density, "density", method, "auto")),
+            "density": as_setting(density),
             "overhead": overhead,
             "min_density": min_density,
             "max_density": max_density,
