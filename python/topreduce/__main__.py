@@ -58,7 +58,7 @@ def _lab(words: list[str]) -> int:
 def _add_advise(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "advise",
-        help="what attach(model) would choose on a network, and what a step would take",
+        help="what method auto would choose on a network, and what a step would take",
         description="Foretells a step: what density=auto would send, its time and its bytes.",
     )
     what = parser.add_mutually_exclusive_group(required=True)

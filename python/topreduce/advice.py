@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Advice:
-    """The first row is what `attach(model)` would come to."""
+    """The first row is what method `auto` would come to."""
 
     site: Site
     overhead: float
@@ -95,7 +95,7 @@ def _words(rows: Sequence[Row], site: Site, overhead: float) -> Iterator[str]:
         )
     if dense.seconds > auto.seconds * (1 + overhead):
         times = dense.seconds / auto.seconds
-        yield f"attach(model) makes steps {times:.1f} times quicker than DDP."
+        yield f'attach(model, "auto") makes steps {times:.1f} times quicker than DDP.'
 
 
 def lines(advice: Advice) -> Iterator[str]:
