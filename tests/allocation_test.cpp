@@ -91,8 +91,9 @@ class Gradients {
 };
 
 /// Runs steps on one rank, `counting` from begin to finish of the last ones. Parameters come in
-/// another order in every step.
-void run_steps(Reducer& reducer, Communicator& comm, const Gradients& gradients) {
+/// another order in every step. Each byte above `free_bytes` is told to have been waited for.
+void run_steps(Reducer& reducer, Communicator& comm, const Gradients& gradients,
+               double free_bytes = 0) {
   const Layout& layout = reducer.layout();
   Cut cut = per_parameter(layout);
   for (int s = 0; s < kWarmSteps + kCountedSteps; ++s) {
@@ -108,6 +109,10 @@ void run_steps(Reducer& reducer, Communicator& comm, const Gradients& gradients)
     }
     be_late(comm, s, 2);
     reducer.finish();
+    if (free_bytes > 0) {
+      const auto sent = static_cast<double>(reducer.stats().bytes_sent);
+      reducer.timed(1000, 10 + std::max(0.0, sent - free_bytes));
+    }
     counting = false;
   }
 }
@@ -153,6 +158,23 @@ TEST_P(Allocation, FewWhereExchangesOverlap) {
     });
     // By chance more may meet than ever before, and a buffer grows.
     EXPECT_LE(allocations, 2 * ranks * kCountedSteps) << "on " << ranks << " ranks";
+  }
+}
+
+TEST(Allocation, NoneWhereTheDensityWasFound) {
+  const Layout layout({{"a.weight", {5000}}, {"a.bias", {7}}, {"b", {60, 50}}});
+  const Gradients gradients(layout);
+  for (const char* row :
+       {"auto", "ok_topk:density=auto", "arc_topk:density=auto,min_density=0.1"}) {
+    SCOPED_TRACE(row);
+    allocations = 0;
+    run_ranks(2, [&](Communicator& comm) {
+      Reducer reducer(layout, row);
+      run_steps(reducer, comm, gradients, 1500);
+      EXPECT_EQ(reducer.reason().rfind("settled", 0), 0U)
+          << row << ": " << reducer.reason() << "; " << reducer.choices();
+    });
+    EXPECT_LE(allocations, kCountedSteps / 2) << "more may come at once than ever";
   }
 }
 

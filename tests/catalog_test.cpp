@@ -129,9 +129,9 @@ void expect_refused(const char* spec, const std::vector<std::string>& words) {
 }
 
 TEST(Catalog, UnknownWordsGetTheNearestAndTheList) {
-  expect_refused("topkk", {"unknown method 'topkk'", "did you mean 'topk'?", "dense, topk, randk"});
+  expect_refused("topkk", {"unknown method 'topkk'", "did you mean 'topk'?", "auto, dense, topk"});
   expect_refused("tokp", {"did you mean 'topk'?"});
-  expect_refused("zzzzz", {"unknown method 'zzzzz'; known: dense, topk, randk"});
+  expect_refused("zzzzz", {"unknown method 'zzzzz'; known: auto, dense, topk, randk"});
   expect_refused("topk:densty=0.1", {"topk", "'densty'", "did you mean 'density'?", "granularity"});
   expect_refused("topk:feedback=residuals", {"feedback 'residuals'", "'residual'?", "none"});
   expect_refused("topk:select=caried", {"select 'caried'", "did you mean 'carried'?", "topk"});

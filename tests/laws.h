@@ -23,6 +23,7 @@ inline constexpr const char* kRows[] = {
     "dense:granularity=model",
     "dense:values=bf16",
     "dense:values=bf16,feedback=residual",
+    "auto:density=0.05",
     "topk:density=0.05",
     "ok_topk:density=0.2,keep_dense=*bias,granularity=model",
     "topk:density=0.05,values=fp32",

@@ -68,6 +68,36 @@ TEST(StepVote, OneThatKnowsTheScaleTellsEveryone) {
   }
 }
 
+// The longest computing and the shortest wait, of whichever rank; the same numbers everywhere.
+TEST(StepVote, WhatRanksMeasuredIsMerged) {
+  for (const int ranks : kSizes) {
+    hold_votes(
+        ranks, ranks,
+        [&](int rank, int which) {
+          const double odd = rank == which ? 0.7 : 0.3, other = rank == which ? 0.1 : 0.2;
+          return StepVote::Ballot{.measured = tuning::Measurement{.computed = odd,
+                                                                  .waited = other,
+                                                                  .exchanging = other,
+                                                                  .overlap = odd,
+                                                                  .bytes = 1000 * odd,
+                                                                  .busy = odd}};
+        },
+        [&](const StepVote& vote, int) {
+          const tuning::Measurement measured = vote.measured().value();
+          EXPECT_EQ(measured.computed, 0.7f);
+          EXPECT_EQ(measured.waited, 0.1f);
+          EXPECT_EQ(measured.exchanging, 0.1f);
+          EXPECT_EQ(measured.overlap, 0.7f);
+          EXPECT_EQ(measured.bytes, 700.0f);
+          EXPECT_EQ(measured.busy, 0.7f);
+          EXPECT_TRUE(measured.known());
+        });
+  }
+  hold_votes(
+      3, 1, [](int, int) { return StepVote::Ballot{}; },
+      [](const StepVote& vote, int) { EXPECT_FALSE(vote.measured()); });
+}
+
 /// Every rank must get WireError that holds `word` if rank `odd` alone votes otherwise.
 template <class BallotOf>
 void expect_all_told(int ranks, const char* word, BallotOf&& ballot_of) {

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "topreduce/tuning/level.h"
+
 namespace topreduce {
 
 // First reading: the factories, one in each stage's file.
@@ -43,6 +45,9 @@ Setting integer(std::string_view name, std::string_view fallback, double low, do
                 std::string_view meaning) {
   return {name, Setting::Kind::integer, fallback, low, high, false, {}, meaning};
 }
+Setting shares(std::string_view name, std::string_view fallback, std::string_view meaning) {
+  return {name, Setting::Kind::density, fallback, 0, 1, true, {}, meaning};
+}
 Setting choice(std::string_view name, std::string_view fallback, std::string_view choices,
                std::string_view meaning) {
   return {name, Setting::Kind::choice, fallback, 0, 0, false, choices, meaning};
@@ -73,6 +78,16 @@ std::string shortest(double value) {
   return {digits, std::to_chars(digits, digits + sizeof digits, value).ptr};
 }
 
+// More than one number: what the steps of another run had.
+bool is_sequence(std::string_view value) {
+  if (to_number(value)) return false;
+  try {
+    return !tuning::Choices::parse(value).empty();
+  } catch (const std::invalid_argument&) {
+    return false;
+  }
+}
+
 // What is wrong with `value`, or nothing.
 std::string complaint(const Setting& setting, std::string_view value) {
   switch (setting.kind) {
@@ -83,6 +98,9 @@ std::string complaint(const Setting& setting, std::string_view value) {
                          words.find("|" + std::string(value) + "|") != words.npos;
       return known ? "" : "must be one of " + std::string(setting.choices);
     }
+    case Setting::Kind::density:
+      if (value == "auto" || is_sequence(value)) return {};
+      [[fallthrough]];
     case Setting::Kind::integer:
     case Setting::Kind::number: break;
   }
@@ -94,7 +112,8 @@ std::string complaint(const Setting& setting, std::string_view value) {
   const bool fits = number && *number >= setting.low && *number <= setting.high &&
                     !(setting.above_low && *number <= setting.low) &&
                     !(whole && *number != std::floor(*number));
-  return fits ? "" : "must be " + range;
+  const bool density = setting.kind == Setting::Kind::density;
+  return fits ? "" : "must be " + range + (density ? ", auto, or a list such as 0.1*20 0.05" : "");
 }
 
 template <class Entry>

@@ -18,12 +18,16 @@ void JointVote::leave() noexcept {
   if (others_ != nullptr) others_->leave();
 }
 
-bool JointVote::hold(std::uint64_t step, bool yes, StepStats& running) {
+bool JointVote::hold(std::uint64_t step, bool yes, std::optional<tuning::Measurement>& measured,
+                     StepStats& running) {
   if (others_ == nullptr) return yes;
   Stopwatch watch(running[Stage::network]);
   const comm::Traffic before = others_->traffic();
   vote_.begin(0, others_->size());
-  running.rounds += vote_.hold({.run = kJointRun, .step = step, .finite = yes}, *others_);
+  const StepVote::Ballot ballot{
+      .run = kJointRun, .step = step, .finite = yes, .measured = measured};
+  running.rounds += vote_.hold(ballot, *others_);
+  measured = vote_.measured();
   const comm::Traffic after = others_->traffic();
   running.bytes_inside += after.bytes_sent - before.bytes_sent;
   running.messages_inside += after.messages - before.messages;

@@ -21,8 +21,10 @@ class JointVote {
   void enter(std::uint64_t step);
   /// The step is dropped before anything was sent.
   void leave() noexcept;
-  /// Collective over the others: whether all say yes. What it costs is counted apart.
-  bool hold(std::uint64_t step, bool yes, StepStats& running);
+  /// Collective over the others: whether all say yes. `measured` becomes that of all parts. What it
+  /// costs is counted apart.
+  bool hold(std::uint64_t step, bool yes, std::optional<tuning::Measurement>& measured,
+            StepStats& running);
 
  private:
   Communicator* others_ = nullptr;

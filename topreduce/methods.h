@@ -12,7 +12,7 @@ namespace topreduce {
 
 /// A setting: its meaning, its default, and what it may be.
 struct Setting {
-  enum class Kind { number, integer, choice, text };
+  enum class Kind { number, integer, choice, text, density };
   std::string_view name;
   Kind kind;
   std::string_view fallback;  ///< the default, as a user would write it
@@ -34,6 +34,7 @@ struct Method {
   std::string_view select_model;   ///< with granularity "model"; empty if all ranks choose together
   std::string_view select_bucket;  ///< with granularity "bucket"
   std::string_view exchange;
+  std::string_view density;  ///< unless the user says otherwise
   std::string_view paper;
 };
 

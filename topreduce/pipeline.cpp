@@ -1,6 +1,7 @@
 #include "topreduce/pipeline.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <iterator>
 #include <limits>
@@ -63,12 +64,37 @@ std::vector<std::string> dense_patterns(const Layout& layout, const std::string&
   return patterns;
 }
 
+constexpr int kFewRanks = 8;  // among more, what everyone sends to everyone is too much
+
+// Where the search for a density starts, and the steps it takes: an eighth of an octave is 9 %.
+constexpr double kStart = 0.03;
+constexpr double kRungsPerOctave = 8;
+constexpr int kLowestRung = 160;  // 1e-6
+
+// To three digits, so that a density in a text is the same number.
+double rounded(double share) {
+  double unit = 1;
+  while (share * unit < 100) unit *= 10;
+  return std::round(share * unit) / unit;
+}
+
+bool is_one_number(const std::string& text) {
+  double value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  return error == std::errc() && end == text.data() + text.size();
+}
+
 ValueFormat to_values(std::string_view word) {
   const auto found = std::ranges::find(wire::kValueFormatNames, word);
   return static_cast<ValueFormat>(found - wire::kValueFormatNames.begin());
 }
 
 }  // namespace
+
+Spec with_exchange(Spec method, int ranks) {
+  if (method.name == "auto" && ranks > kFewRanks) method.settings.emplace("exchange", "ok_topk");
+  return method;
+}
 
 Pipeline::Pipeline(const Layout& layout, const Spec& given) {
   const Method& method = find_method(given.name);
@@ -104,14 +130,33 @@ Pipeline::Pipeline(const Layout& layout, const Spec& given) {
         " decides itself what is sent; leave out select=" + std::string(setting("select")));
   }
 
+  for (Setting& each : known) {
+    if (each.name == "density") each.fallback = method.density;
+  }
   const Settings settings(given.name, known, given);
-  density = settings.number("density");
+  const std::string& wanted_density = settings.text("density");
+  if (wanted_density == "auto") {
+    rule = Rule::found;
+    density = method.exchange == std::string_view("arc_topk") ? 0.2 : kStart;
+  } else if (is_one_number(wanted_density)) {
+    density = settings.number("density");
+  } else {
+    rule = Rule::replayed;
+    density = 0.5;  // some
+  }
+  least_density = settings.number("min_density");
+  most_density = settings.number("max_density");
+  if (least_density > most_density) {
+    throw std::invalid_argument(given.name + ": min_density=" + settings.text("min_density") +
+                                " is more than max_density=" + settings.text("max_density"));
+  }
   if (exchange_entry.choice == Choice::everything) {
-    if (!setting("density").empty() && density != 1) {
+    if (!setting("density").empty() && rule == Rule::fixed && density != 1) {
       throw std::invalid_argument(
           given.name + ": sends everything; leave out density=" + std::string(setting("density")));
     }
     density = 1;
+    rule = Rule::fixed;
   }
   granularity = settings.text("granularity") == "model" ? Granularity::model : Granularity::bucket;
   constexpr double kEntriesPerMb = (1 << 20) / sizeof(float);
@@ -140,6 +185,11 @@ Pipeline::Pipeline(const Layout& layout, const Spec& given) {
   warmup_steps = settings.integer("warmup_steps");
   ramp_steps = settings.integer("ramp_steps");
   seed = settings.integer("seed");
+  search = {.overhead = settings.number("overhead"),
+            .early_overhead = settings.number("ramp_overhead"),
+            .early_steps = warmup_steps + ramp_steps,
+            .most_bytes = settings.number("budget_bytes")};
+  if (rule == Rule::replayed) replay = tuning::Choices::parse(wanted_density, values);
   threads = std::make_unique<Threads>(settings.integer("threads"));
 
   const auto patterns = dense_patterns(layout, settings.text("keep_dense"));
@@ -167,7 +217,7 @@ Pipeline::Pipeline(const Layout& layout, const Spec& given) {
   }
 
   spec = complete(given, common_settings());
-  spec.settings["density"] = density == 1 ? "1" : spec.settings["density"];
+  spec.settings["density"] = rule == Rule::fixed && density == 1 ? "1" : settings.text("density");
   spec.settings["feedback"] = to_string(complete(feedback_spec, feedback_entry.settings));
   spec.settings["exchange"] = to_string(complete(exchange_spec, exchange_entry.settings));
   if (alone) {
@@ -180,19 +230,55 @@ Pipeline::Pipeline(const Layout& layout, const Spec& given) {
 
 bool Pipeline::works_on_device() const {
   if (choice == Choice::together) return false;
-  return !selector || selector->works_on_device(budget_at(0).exchanges);
+  return !selector || selector->works_on_device(budget_at(0, 1).exchanges);
 }
 
-double Pipeline::density_at(std::uint64_t step) const {
-  if (step < warmup_steps) return 1;
+tuning::Level Pipeline::level_at(std::uint64_t step) const {
+  if (rule == Rule::replayed) return replay.at(step);
+  if (rule == Rule::found) return {density, values};
+  if (step < warmup_steps) return {1, values};
   const std::uint64_t into = step - warmup_steps;
-  if (into >= ramp_steps) return density;
-  return std::pow(density, static_cast<double>(into + 1) / static_cast<double>(ramp_steps + 1));
+  if (into >= ramp_steps) return {density, values};
+  const double done = static_cast<double>(into + 1) / static_cast<double>(ramp_steps + 1);
+  return {std::pow(density, done), values};
 }
 
-Budget Pipeline::budget_at(std::uint64_t step) const {
+std::vector<tuning::Rung> Pipeline::ladder(int ranks) const {
+  // Of so many entries that rounding plays no part: shards of different sizes must find the same.
+  constexpr double kEntries = 1e6;
+  const auto bytes = [&](double share) {
+    const auto cost = exchange->cost(share * kEntries, kEntries, ranks);
+    const double bits =
+        cost.values * wire::bits_per_value(values) + cost.indices * wire::bits_per_index(share);
+    return bits / 8;
+  };
+  const double dense_values = 2 * kEntries * (ranks - 1) / ranks;
+  const auto whole = [&](ValueFormat format) {
+    return dense_values * wire::bits_per_value(format) / 8;
+  };
+  const bool any_format = spec.name == "auto" && spec.settings.at("values") == "auto" && !native;
+  if (ranks == 1) return {{{1, any_format ? ValueFormat::fp32 : values}, 0}};
+  std::vector<tuning::Rung> rungs;
+  const auto add = [&](const tuning::Level& level, double cost) {
+    if (level.density < least_density || level.density > most_density) return;
+    if (rungs.empty() || cost > rungs.back().bytes) rungs.push_back({level, cost});
+  };
+  for (int i = kLowestRung; i > 0; --i) {
+    const double share = rounded(std::exp2(-i / kRungsPerOctave));
+    if (bytes(share) < whole(values)) add({share, values}, bytes(share));
+  }
+  add({1, values}, whole(values));
+  if (any_format) {
+    for (const ValueFormat format : {ValueFormat::int8, ValueFormat::bf16, ValueFormat::fp32}) {
+      add({1, format}, whole(format));
+    }
+  }
+  if (rungs.empty()) rungs.push_back({{most_density, values}, bytes(most_density)});
+  return rungs;
+}
+
+Budget Pipeline::budget_at(std::uint64_t step, double share) const {
   const std::size_t n = compressed.size();
-  const double share = density_at(step);
   const auto wanted = static_cast<std::size_t>(std::llround(share * static_cast<double>(n)));
   return {.step = step,
           .seed = seed,

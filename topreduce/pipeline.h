@@ -1,8 +1,13 @@
 #pragma once
 
 #include "topreduce/catalog.h"
+#include "topreduce/tuning/density_controller.h"
+#include "topreduce/tuning/level.h"
 
 namespace topreduce {
+
+/// The method `auto` leaves the exchange to the number of ranks.
+Spec with_exchange(Spec method, int ranks);
 
 /// A method with every setting resolved and its stages made; the Reducer runs it.
 struct Pipeline {
@@ -10,16 +15,24 @@ struct Pipeline {
   /// together, and models too large for one exchange.
   Pipeline(const Layout& layout, const Spec& method);
 
-  /// Entries that each rank may send in `step`, and their share of the compressed ones. Everything
-  /// while warming up; then the density falls geometrically to its value.
-  double density_at(std::uint64_t step) const;
-  Budget budget_at(std::uint64_t step) const;
+  /// What `step` sends, unless that is found while running (`Rule::found`). Everything while
+  /// warming up; then the density falls geometrically to its value.
+  tuning::Level level_at(std::uint64_t step) const;
+  /// Entries that each rank may send with this share of the compressed ones.
+  Budget budget_at(std::uint64_t step, double share) const;
+  /// Between what densities may be found, from few bytes to many; for `ranks` ranks.
+  std::vector<tuning::Rung> ladder(int ranks) const;
 
   /// Whether gradients may stay on a device, as far as choosing and exchanging go.
   bool works_on_device() const;
 
   Spec spec;  ///< every setting, defaults included
-  double density = 1;
+  /// How the density of a step is known.
+  enum class Rule { fixed, found, replayed } rule = Rule::fixed;
+  double density = 1;  ///< fixed, or where the search starts
+  double least_density = 0, most_density = 1;
+  tuning::DensityController::Options search;
+  tuning::Choices replay;
   Choice choice = Choice::alone;  ///< of the exchange
   Granularity granularity = Granularity::bucket;
   std::size_t bucket_entries = 0;  ///< that fill a bucket; more than there are if there is only one

@@ -21,6 +21,7 @@ Reducer& Reducer::operator=(Reducer&&) noexcept = default;
 void Reducer::agree(Communicator& comm) {
   impl_->expect_closed("agree");
   impl_->agreed_ranks = 0;
+  impl_->prepare_for(comm.size());
   comm.enter({comm::Place::Kind::agree, impl_->step});
   expect_same_text(comm, "step " + std::to_string(impl_->step) + "\n" + impl_->description);
   impl_->agreed_ranks = comm.size();
@@ -41,6 +42,7 @@ void Reducer::begin(Communicator& comm, float loss_scale) {
   const FloatMode mode;
   impl_->expect_closed("begin");
   try {
+    impl_->prepare_for(comm.size());
     if (impl_->agreed_ranks != comm.size()) agree(comm);
     impl_->agree_on_order(comm);
     impl_->begin(comm, loss_scale);
@@ -154,6 +156,7 @@ const StepStats& Reducer::average(Communicator& comm, std::span<float> gradient)
     all.resize(impl_->layout.count());
     std::iota(all.begin(), all.end(), std::size_t{0});
   }
+  const auto before = impl_->finished_at;
   impl_->expect_closed("average");
   begin(comm);
   const FloatMode mode;
@@ -166,6 +169,8 @@ const StepStats& Reducer::average(Communicator& comm, std::span<float> gradient)
   } catch (...) {
     impl_->fail();
   }
+  // Whoever hands over everything at once has computed since the last step.
+  if (before) impl_->timed_since(*before);
   return impl_->stats;
 }
 
@@ -233,7 +238,30 @@ std::uint64_t Reducer::step() const {
 }
 
 double Reducer::density() const {
-  return impl_->mode == Mode::bypass ? 1 : impl_->pipeline.density_at(impl_->step);
+  return impl_->next_level().density;
+}
+
+std::string Reducer::level() const {
+  return tuning::to_word(impl_->next_level());
+}
+
+std::string Reducer::reason() const {
+  if (impl_->mode == Mode::bypass) return "bypassed";
+  if (impl_->controller) return impl_->controller->reason();
+  switch (impl_->pipeline.rule) {
+    case Pipeline::Rule::replayed: return "as another run chose";
+    case Pipeline::Rule::found: return "the search has not begun";
+    case Pipeline::Rule::fixed: break;
+  }
+  return "as set";
+}
+
+std::string Reducer::choices() const {
+  return impl_->choices.text();
+}
+
+void Reducer::timed(double computed, double waited) {
+  impl_->timed(computed, waited);
 }
 
 std::span<const float> Reducer::owed() const {

@@ -120,6 +120,12 @@ class TOPREDUCE_API Reducer {
   /// the mean is cut to `most`, and the rest stays owed.
   const StepStats& finish();
 
+  /// After `finish`, for density=auto: what the caller has measured of that step, in seconds: from
+  /// its start to its last gradient, and from then until it had the means. Otherwise it is from
+  /// `begin` to the last `add`, with `average` since the last step, and from there to the end of
+  /// `finish`. Each rank tells its own.
+  void timed(double computed, double waited);
+
   /// A whole step for a model whose gradients lie in one piece, in layout order.
   const StepStats& average(Communicator& comm, std::span<float> gradient);
 
@@ -172,6 +178,11 @@ class TOPREDUCE_API Reducer {
   std::vector<std::size_t> unused() const;
   std::uint64_t step() const;  ///< number of the next step
   double density() const;      ///< of the next step: 1 while warming up, falling in the ramp
+  /// What the next step sends, in a word: its density, or for all entries their format.
+  std::string level() const;
+  std::string reason() const;  ///< why that, in words
+  /// The levels of all steps so far, as a list that `density` takes: "0.0313*12 0.0625 int8*100".
+  std::string choices() const;
   std::span<const float> owed() const;  ///< flat over `remembered`; empty for feedback "none"
 
   /// Shows everything the next step depends on, for checkpoints. Not while a step is open. A number

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <span>
+#include <string>
 #include <string_view>
 
 #include "topreduce/api.h"
@@ -27,6 +28,9 @@ class TOPREDUCE_API StateVisitor {
   virtual void parameters(std::string_view name, std::span<double> values) = 0;
   /// A single value.
   virtual void number(std::string_view name, double& value) = 0;
+  /// A text that all ranks have alike: what the run chose. A state may be without it; then it stays
+  /// empty, and the run chooses anew.
+  virtual void text(std::string_view, std::string&) {}
 };
 
 }  // namespace topreduce

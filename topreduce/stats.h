@@ -16,6 +16,7 @@ inline constexpr std::array<std::string_view, 6> kStageNames = {"look",    "choo
 struct StepStats {
   std::uint64_t step = 0;       ///< number of the step, from 0
   std::uint64_t entries = 0;    ///< entries in the model
+  double density = 1;           ///< share of the entries that each rank was to send
   std::uint64_t budget = 0;     ///< entries that each rank meant to send (k)
   std::uint64_t selected = 0;   ///< entries that this rank sent
   std::uint64_t delivered = 0;  ///< entries of the sum that everyone applies
@@ -28,6 +29,8 @@ struct StepStats {
   double kept_energy = 1;             ///< share of |owed + gradient|^2 that was settled, 0 to 1
   double owed_norm = 0;               ///< norm of what this rank owes after the step
   double seconds_exchanging = 0;      ///< in which exchanges were under way
+  double seconds_computed = 0;        ///< from the start of the step to its last gradient
+  double seconds_waited = 0;          ///< from then until the means were there
   bool finite = true;  ///< false: some rank had an infinity or NaN; nothing was committed
   std::array<double, kStageNames.size()> seconds{};
 

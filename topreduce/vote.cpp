@@ -4,6 +4,7 @@
 #include <array>
 #include <bit>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <sstream>
 #include <stdexcept>
@@ -24,6 +25,13 @@ constexpr std::size_t kOutcomeHead = 16;  // bytes
 constexpr std::uint32_t kNotFinite = 1, kAsks = 2;    // in a word
 constexpr std::byte kJoined{1}, kDivideByPresent{2};  // in a participation
 
+using tuning::Measurement;
+
+// Numbers of a measurement, in the order in which they travel, as fp32.
+constexpr double Measurement::*kMeasured[] = {&Measurement::computed,   &Measurement::waited,
+                                              &Measurement::exchanging, &Measurement::overlap,
+                                              &Measurement::bytes,      &Measurement::busy};
+
 // What travels; merged with others it says what all of them say.
 struct Word {
   std::uint32_t flags = 0;
@@ -31,7 +39,9 @@ struct Word {
   float largest_scale = 0;
   std::uint32_t least_alike = 0, largest_alike = 0;
 
-  static constexpr std::size_t kBytes = 20;
+  std::optional<Measurement> measured;
+
+  static constexpr std::size_t kBytes = 20, kMeasuredBytes = 4 * std::size(kMeasured);
 
   void merge(const Word& other) {
     flags |= other.flags;
@@ -39,19 +49,29 @@ struct Word {
     largest_scale = std::max(largest_scale, other.largest_scale);
     least_alike = std::min(least_alike, other.least_alike);
     largest_alike = std::max(largest_alike, other.largest_alike);
+    if (measured) measured->merge(*other.measured);
   }
-  std::array<std::byte, kBytes> pack() const {
-    std::array<std::byte, kBytes> bytes;
+  using Packed = std::array<std::byte, kBytes + kMeasuredBytes>;
+  std::span<const std::byte> pack(Packed& bytes) const {
     wire::store(bytes.data(), flags);
     wire::store(bytes.data() + 4, std::bit_cast<std::uint32_t>(least_scale));
     wire::store(bytes.data() + 8, std::bit_cast<std::uint32_t>(largest_scale));
     wire::store(bytes.data() + 12, least_alike);
     wire::store(bytes.data() + 16, largest_alike);
+    if (!measured) return std::span(bytes).first(kBytes);
+    std::byte* place = bytes.data() + kBytes;
+    for (const auto member : kMeasured) {
+      wire::store(place, std::bit_cast<std::uint32_t>(static_cast<float>(*measured.*member)));
+      place += 4;
+    }
     return bytes;
   }
-  static Word unpack(std::span<const std::byte> bytes) {
+  // Like `mine`: with what was measured, or without.
+  static Word unpack(std::span<const std::byte> bytes, const Word& mine) {
     Word word;
-    if (bytes.size() != kBytes) throw WireError("vote: " + std::to_string(bytes.size()) + " bytes");
+    if (bytes.size() != kBytes + (mine.measured ? kMeasuredBytes : 0)) {
+      throw WireError("vote: " + std::to_string(bytes.size()) + " bytes");
+    }
     word.flags = wire::load<std::uint32_t>(bytes.data());
     word.least_scale = std::bit_cast<float>(wire::load<std::uint32_t>(bytes.data() + 4));
     word.largest_scale = std::bit_cast<float>(wire::load<std::uint32_t>(bytes.data() + 8));
@@ -60,9 +80,30 @@ struct Word {
     if (!(word.least_scale > 0) || !(word.largest_scale >= 0)) {
       throw WireError("vote: a loss scale is not a positive number");
     }
+    if (mine.measured) {
+      const std::byte* place = bytes.data() + kBytes;
+      word.measured.emplace();
+      for (const auto member : kMeasured) {
+        const float value = std::bit_cast<float>(wire::load<std::uint32_t>(place));
+        if (!(value >= 0) || !std::isfinite(value)) {
+          throw WireError("vote: what was measured is not a positive number");
+        }
+        *word.measured.*member = value;
+        place += 4;
+      }
+    }
     return word;
   }
 };
+
+// All ranks must merge the same numbers.
+Measurement as_it_travels(Measurement measured) {
+  for (const auto member : kMeasured) {
+    double& value = measured.*member;
+    value = static_cast<float>(std::clamp(value, 0.0, Measurement::kUnknown));
+  }
+  return measured;
+}
 
 std::size_t byte_of(std::size_t parameter) {
   return parameter / 8;
@@ -91,6 +132,7 @@ void StepVote::begin(std::size_t parameters, int ranks) {
   all_used_ = finite_ = true;
   asks_ = false;
   loss_scale_ = 0;
+  measured_.reset();
   mine_.assign(1 + (parameters + 7) / 8, std::byte{0});
 }
 
@@ -111,13 +153,15 @@ std::uint64_t StepVote::hold(const Ballot& ballot, Communicator& comm) {
   word.flags = (ballot.finite ? 0 : kNotFinite) | (asks_ ? kAsks : 0);
   if (ballot.loss_scale > 0) word.least_scale = word.largest_scale = ballot.loss_scale;
   word.least_alike = word.largest_alike = ballot.alike;
+  if (ballot.measured) word.measured = as_it_travels(*ballot.measured);
+  Word::Packed packed;
   const wire::Identity identity{
       .origin = Fingerprint().add(ballot.run).add(ballot.step).add(kVote).long_value()};
   const int rank = comm.rank(), ranks = comm.size();
   std::uint32_t rounds = 0;
   for (int stride = 1; stride<ranks; stride = stride> ranks / kRadix ? ranks : stride * kRadix) {
     const comm::Tag tag{kVote, rounds++};
-    const auto bytes = word.pack();
+    const auto bytes = word.pack(packed);
     const wire::Seal seal = wire::seal(identity, tag.round, bytes);
     std::size_t messages = 0;
     for (int j = 1; j < kRadix && j * stride < ranks; ++j, ++messages) {
@@ -128,7 +172,7 @@ std::uint64_t StepVote::hold(const Ballot& ballot, Communicator& comm) {
     for (int j = 1; j < kRadix && j * stride < ranks; ++j) {
       const int from = (rank + ranks - j * stride) % ranks;
       checked(ballot.step, comm, from, [&] {
-        word.merge(Word::unpack(wire::open(identity, tag.round, comm.message(tag, from))));
+        word.merge(Word::unpack(wire::open(identity, tag.round, comm.message(tag, from)), word));
       });
     }
     comm.release(tag);
@@ -142,6 +186,7 @@ std::uint64_t StepVote::hold(const Ballot& ballot, Communicator& comm) {
   alike_ = word.least_alike == word.largest_alike;
   finite_ = (word.flags & kNotFinite) == 0;
   loss_scale_ = word.largest_scale;
+  measured_ = word.measured;
   if ((word.flags & kAsks) != 0) {
     hold_participation(identity, rounds++, ballot.step, comm);
   }

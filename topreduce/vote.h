@@ -1,11 +1,13 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "topreduce/comm/communicator.h"
 #include "topreduce/participation.h"
 #include "topreduce/storage.h"
+#include "topreduce/tuning/measurement.h"
 #include "topreduce/wire/seal.h"
 
 namespace topreduce {
@@ -32,6 +34,8 @@ class StepVote {
     bool one_scale = false;
     /// A fingerprint of what all ranks must have alike; 0: nothing is compared.
     std::uint32_t alike = 0;
+    /// What this rank measured of the last step, for all to know; all must tell it, or none.
+    std::optional<tuning::Measurement> measured = std::nullopt;
   };
   /// Collective. Throws std::invalid_argument on every rank if they differ in the divisor,
   /// WireError if they differ in the loss scale. Returns the number of rounds.
@@ -57,6 +61,8 @@ class StepVote {
   bool used(std::size_t parameter) const;           ///< by any rank
   bool all_used() const { return all_used_; }
   int divisor() const { return divisor_; }
+  /// What was measured, merged over the ranks; nothing if nobody told.
+  const std::optional<tuning::Measurement>& measured() const { return measured_; }
 
  private:
   void hold_participation(const wire::Identity& identity, std::uint32_t round, std::uint64_t step,
@@ -69,6 +75,7 @@ class StepVote {
   int divisor_ = 1;
   bool all_used_ = true;
   bool asks_ = false;
+  std::optional<tuning::Measurement> measured_;
   std::vector<std::byte> mine_;  // flags, then a bit for each parameter that this rank left unused
   std::vector<std::byte> unused_;  // a bit for each parameter that no rank used
 };

@@ -9,3 +9,4 @@ void bind_device(nanobind::module_& module);
 void bind_layout(nanobind::module_& module);
 void bind_reducer(nanobind::module_& module);
 void bind_stats(nanobind::module_& module);
+void bind_tuning(nanobind::module_& module);

@@ -14,7 +14,7 @@ using topreduce::Granularity;
 using topreduce::Setting;
 
 nb::list to_list(std::span<const Setting> settings) {
-  static constexpr const char* kinds[] = {"number", "integer", "choice", "text"};
+  static constexpr const char* kinds[] = {"number", "integer", "choice", "text", "density"};
   nb::list list;
   for (const Setting& setting : settings) {
     nb::dict item;
@@ -23,7 +23,7 @@ nb::list to_list(std::span<const Setting> settings) {
     item["default"] = setting.fallback;
     item["meaning"] = setting.meaning;
     if (setting.kind == Setting::Kind::choice) item["choices"] = setting.choices;
-    if (setting.kind == Setting::Kind::number || setting.kind == Setting::Kind::integer) {
+    if (setting.kind != Setting::Kind::choice && setting.kind != Setting::Kind::text) {
       item["low"] = setting.low;
       item["high"] = setting.high;
       item["above_low"] = setting.above_low;
@@ -59,6 +59,7 @@ nb::dict catalog() {
     item["select_model"] = method.select_model;
     item["select_bucket"] = method.select_bucket;
     item["exchange"] = method.exchange;
+    item["density"] = method.density;
     item["paper"] = method.paper;
     methods.append(item);
   }

@@ -29,4 +29,5 @@ NB_MODULE(_core, module) {
   bind_device(module);
   bind_catalog(module);
   bind_reducer(module);
+  bind_tuning(module);
 }

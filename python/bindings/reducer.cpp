@@ -501,5 +501,21 @@ void bind_reducer(nb::module_& module) {
           "step", [](const Owner& self) { return self.reducer.step(); }, "Number of the next step.")
       .def_prop_ro(
           "density", [](const Owner& self) { return self.reducer.density(); },
-          "Of the next step: 1 while warming up, falling in the ramp.");
+          "Of the next step: 1 while warming up, falling in the ramp.")
+      .def_prop_ro(
+          "level", [](const Owner& self) { return self.reducer.level(); },
+          "What the next step sends, in a word: its density, or for all entries their format.")
+      .def_prop_ro(
+          "reason", [](const Owner& self) { return self.reducer.reason(); }, "Why that, in words.")
+      .def_prop_ro(
+          "choices", [](const Owner& self) { return self.reducer.choices(); },
+          "The levels of all steps so far, as a list that `density` takes.")
+      .def(
+          "timed",
+          [](Owner& self, double computed, double waited) { self.reducer.timed(computed, waited); },
+          "computed"_a, "waited"_a,
+          "After `finish`, for density='auto': the seconds from the start of that step to its "
+          "last\n"
+          "gradient, and from then until the caller had the means; instead of begin to the last\n"
+          "`add`, and from there to the end of `finish`.");
 }

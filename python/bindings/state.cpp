@@ -48,6 +48,10 @@ class Saver final : public topreduce::StateVisitor {
   void number(std::string_view name, double& value) override {
     put("numbers", name, nb::float_(value));
   }
+  void text(std::string_view name, std::string& text) override {
+    if (!state.contains("texts")) state["texts"] = nb::dict();
+    put("texts", name, nb::str(text.data(), text.size()));
+  }
 
   nb::dict state;
 
@@ -106,6 +110,14 @@ class Loader final : public topreduce::StateVisitor {
   void number(std::string_view name, double& value) override {
     set(get(group("numbers"), name, "numbers"), name, value);
     asked_["numbers"].emplace(name);
+  }
+  void text(std::string_view name, std::string& text) override {
+    if (!state_.contains("texts")) return;
+    const nb::dict texts = as_dict(state_["texts"], "texts");
+    const std::string key(name);
+    if (texts.contains(key.c_str()) && !nb::try_cast(nb::object(texts[key.c_str()]), text)) {
+      fail(key + " is no text");
+    }
   }
 
   // What no stage asked for was kept by another method; to drop it would lose what is owed.

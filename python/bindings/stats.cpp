@@ -34,6 +34,7 @@ void bind_stats(nb::module_& module) {
   };
   field("step", &StepStats::step, "Number of the step, from 0.");
   field("entries", &StepStats::entries, "Entries in the model.");
+  field("density", &StepStats::density, "Share of the entries that each rank was to send.");
   field("budget", &StepStats::budget, "Entries that each rank meant to send.");
   field("selected", &StepStats::selected, "Entries that this rank sent.");
   field("delivered", &StepStats::delivered, "Entries of the sum that everyone applies.");
@@ -48,6 +49,10 @@ void bind_stats(nb::module_& module) {
   field("owed_norm", &StepStats::owed_norm, "Norm of what this rank owes after the step.");
   field("seconds_exchanging", &StepStats::seconds_exchanging,
         "Seconds in which exchanges were under way.");
+  field("seconds_computed", &StepStats::seconds_computed,
+        "Seconds from the start of the step to its last gradient.");
+  field("seconds_waited", &StepStats::seconds_waited,
+        "Seconds from then until the means were there.");
   field("finite", &StepStats::finite, "False: some rank had an infinity or NaN; nothing was kept.");
   stats.def_prop_ro("seconds", &seconds, "Seconds by stage, in the order the data flows.");
   fields->append("seconds");

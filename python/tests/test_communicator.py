@@ -165,7 +165,7 @@ def test_it_gives_the_same_as_the_built_in(method: str, granularity: str, ranks:
             buckets = random_buckets(rng, len(LAYOUT))
             mean, stats = run_step(reducer, comm, gradient(comm.rank, step), buckets)
             told = stats.as_dict()
-            del told["seconds"], told["seconds_exchanging"]
+            told = {name: each for name, each in told.items() if "seconds" not in name}
             seen += [mean.tobytes(), snapshot(reducer), told]
         return [*seen, comm.bytes_sent, comm.bytes_received, comm.messages, comm.rounds]
 

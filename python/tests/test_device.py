@@ -87,6 +87,7 @@ class Twins:
         ours, theirs = other_stats.as_dict(), stats.as_dict()
         for each in (ours, theirs):
             del each["seconds"], each["seconds_exchanging"]
+            del each["seconds_computed"], each["seconds_waited"]
         # The root of a difference of large sums, which are not the same in the last bits.
         norm = float(np.linalg.norm(np.nan_to_num(gradient, posinf=0, neginf=0)))
         owed = theirs.pop("owed_norm")

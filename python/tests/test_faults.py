@@ -39,6 +39,7 @@ def lose_a_rank(
     debt = owed(sync)
     processes: list[Any] = [None] * rank.ranks
     dist.all_gather_object(processes, os.getpid())
+    survivors = dist.new_group([each for each in range(rank.ranks) if each != VICTIM])
     if rank.rank == VICTIM:
         sync._comm.fail_at(0, "", phase, how)
     started = time.monotonic()
@@ -55,9 +56,10 @@ def lose_a_rank(
     seconds = time.monotonic() - started
     assert torch.equal(owed(sync), debt)
     assert run.mean_gradient().count_nonzero() == 0
-    if how == "stop" and rank.rank == 0:
-        os.kill(processes[VICTIM], signal.SIGCONT)  # it finds that the others have gone
     if how == "stop":
+        dist.barrier(survivors)  # or what it still sends lets one of them get further
+        if rank.rank == 0:
+            os.kill(processes[VICTIM], signal.SIGCONT)  # it finds that the others have gone
         dist.barrier()
     sync.detach()
     return str(failure.value), seconds

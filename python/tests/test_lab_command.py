@@ -86,6 +86,32 @@ def test_a_training_of_sharded_models(tmp_path: Path, capsys: pytest.CaptureFixt
     assert dense["evaluations"][-1]["loss"] < dense["evaluations"][0]["loss"]
 
 
+@needs_cluster
+def test_a_race_in_which_rates_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "race --hosts 2 --rate 200mbit --then 100mbit --rounds 2 --turn 1 --methods auto"
+    assert lab(*words.split(), *TINY, "--compute", "10ms", "--out", str(tmp_path)) == 0
+    assert "2 hosts at 200 Mb/s, then 100 Mb/s" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "results.json").read_text())["race"]
+    for row in rows:
+        assert len(row["densities"]) == len(row["waiting"]) == 45 + 2
+        assert len(set(row["densities"])) > 1, "it looks for more"
+        assert row["level"]
+        assert "% allowed" in row["reason"]
+
+
+def test_a_training_with_what_a_race_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "train --local --hosts 2 --rounds 1 --steps 3 --clock race --patience 1 --methods"
+    assert lab(*words.split(), "dense,auto", *TINY, "--out", str(tmp_path)) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    found = {row["label"]: row["level"] for row in results["race"]}
+    assert found["auto"] and found["auto (first steps)"]
+    run = results["runs"][-1]
+    assert run["spec"] == "auto"
+    assert len(run["waited"]) == len(run["density"]) == 3
+
+
 def test_a_training_on_the_clock_of_a_race(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,6 +207,8 @@ def test_a_model_of_the_users(
     ("words", "said"),
     [
         ("race --methods tpok", "unknown method 'tpok'"),
+        ("race --rate none --then 1gbit", "--then changes rates"),
+        ("race --then none", "--then changes rates"),
         ("race --shards 2 --methods noop,powersgd:1", "it has noop, dense, bf16"),
         ("race --rate fast", "100mbit"),
         ("race --hosts 3 --rate 1mbit,2mbit", "3 hosts"),

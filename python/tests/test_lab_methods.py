@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from topreduce.lab.experiments.clock import on_the_clock_of
+from topreduce.lab.experiments.clock import as_found, on_the_clock_of
 from topreduce.lab.experiments.diloco import DiLoCo
 from topreduce.lab.experiments.methods import parse_methods
 from topreduce.lab.experiments.race import RaceRow, with_again
@@ -147,3 +147,51 @@ def test_the_clock_of_a_race_goes_by_bytes() -> None:
     assert local.seconds == pytest.approx([1.0, 11.0]), "not in the race: between noop and dense"
     assert sparse.reached(1.5) == sparse.evaluations[1]
     assert sparse.reached(0.5) is None
+
+
+def test_who_finds_a_density() -> None:
+    words = "auto,topk,topk:density=auto,values=bf16,topk:min_density=0.1,topk:density=0.01,dense"
+    words += ",topreduce.dense,noop,powersgd:1"
+    searching = [method.spec for method in parse_methods(words) if method.searches]
+    assert searching == ["auto", "topk:density=auto,values=bf16"]
+
+
+def test_a_training_sends_what_the_race_found() -> None:
+    methods = parse_methods("dense,auto:overhead=0.1,ramp_overhead=0.5")
+    (first,) = [method.first_steps() for method in methods if method.searches]
+    assert first.spec == "auto:ramp_overhead=0.5,overhead=0.5"
+    rows = [raced(methods[1].label, 1.0, 1e6, "0.0484"), raced(first.label, 2.0, 4e6, "int4")]
+    rows += [raced("dense", 9.0, 65e6), raced("noop", 0.9, 0.0)]
+    assert [method.replay for method in as_found(methods, rows)] == ["", "int4*110 0.0484"]
+    clocked = on_the_clock_of(rows, [trained(methods[1].label, [4e6] * 110 + [1e6] * 2)])
+    assert clocked[0].seconds == [2.0] * 110 + [1.0] * 2
+
+
+def raced(label: str, seconds: float, sent: float, level: str = "") -> RaceRow:
+    return RaceRow(
+        label=label,
+        spec=label,
+        parameters=7,
+        seconds=[seconds],
+        bytes_sent=[sent],
+        losses=[0.0],
+        stages={},
+        stats={},
+        level=level,
+    )
+
+
+def trained(label: str, sent: list[float]) -> TrainRun:
+    return TrainRun(
+        label=label,
+        spec=label,
+        seed=0,
+        parameters=7,
+        seconds=[0.0] * len(sent),
+        bytes_sent=sent,
+        losses=[0.0] * len(sent),
+        density=[],
+        kept_energy=[],
+        owed_norm=[],
+        evaluations=[],
+    )

@@ -442,6 +442,7 @@ def test_layout() -> None:
 FIELDS: dict[str, type] = {
     "step": int,
     "entries": int,
+    "density": float,
     "budget": int,
     "selected": int,
     "delivered": int,
@@ -455,6 +456,8 @@ FIELDS: dict[str, type] = {
     "owed_norm": float,
     "finite": bool,
     "seconds_exchanging": float,
+    "seconds_computed": float,
+    "seconds_waited": float,
     "seconds": dict,
 }
 

@@ -215,6 +215,30 @@ def test_the_loss_to_reach_is_a_line() -> None:
     assert float(y) > float(last), "below the lowest point"
 
 
+def test_the_page_draws_how_a_density_was_found(results: Results) -> None:
+    steps = [0.03] * 5 + [0.2] * 5 + [0.06] * 50
+    auto = replace(
+        row("auto", 0.43, 1e6, "ours"),
+        densities=steps,
+        waiting=[density / 2 for density in steps],
+        level="0.06",
+        reason="settled: waits 3 % of a step",
+    )
+    searched = replace(results, race=[*results.race, auto])
+    shown = report.page([searched])
+    assert "How the density was found" in shown
+    assert "auto: 0.06; settled: waits 3 % of a step." in shown
+    assert "part of the step that was waited against step" in shown
+    _, stages, _ = grids(searched)
+    assert ["level", "as set", "0.06"] in [list(each) for each in stages.rows]
+    assert "How the density was found" not in report.page([results])
+
+
+def test_networks_that_change_say_so() -> None:
+    words = Network(rates=[1e9] * 2, later=[[1e8] * 2, [1e9, 5e8]]).words()
+    assert words == "2 hosts at 1 Gb/s, then 100 Mb/s, then 1 Gb/s, 500 Mb/s"
+
+
 def test_tables_and_page_name_the_delay(results: Results) -> None:
     words = Network(rates=[1e8] * 4, delay=0.015).words()
     assert words == "4 hosts at 100 Mb/s, 15 ms one way"

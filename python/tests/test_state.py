@@ -72,7 +72,7 @@ def test_a_state_is_a_copy() -> None:
     reducer = used_reducer()
     before = snapshot(reducer)
     state = reducer.state()
-    assert state.keys() == {"numbers", "parameters", "entries"}
+    assert state.keys() == {"numbers", "parameters", "entries", "texts"}
     assert state["numbers"]["step"] == 1
     assert state["entries"]["owed"]["weight"].shape == (40, 5)
     for array in state["entries"]["owed"].values():

@@ -517,7 +517,13 @@ def test_all_ranks_of_a_machine_tell_its_story() -> None:
         assert "% saved" in words
     for member, delegate in ((1, 0), (3, 2)):
         for ours, theirs in zip(answers[member][0], answers[delegate][0], strict=True):
-            keys = ours.keys() - {"seconds", "seconds_waited", "hidden", "bytes_inside"}
+            keys = ours.keys() - {
+                "seconds",
+                "seconds_computed",
+                "seconds_waited",
+                "hidden",
+                "bytes_inside",
+            }
             assert {key: ours[key] for key in keys} == {key: theirs[key] for key in keys}
     assert "ok_topk, density 0.1, rank 3 of 4, machine 1 of 2, " in answers[3][1]
 

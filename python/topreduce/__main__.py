@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from topreduce import __version__, catalog
+from topreduce import Layout, __version__, advice, catalog, units
 from topreduce.catalog import Item
 
 _WIDEST = 110
@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"topreduce {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     _add_methods(commands)
+    _add_advise(commands)
     commands.add_parser("lab", help="an emulated cluster: race, train, report", add_help=False)
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["lab"]:
@@ -49,6 +50,55 @@ def _lab(words: list[str]) -> int:
         print(error, file=sys.stderr)
         return 1
     return command.main(words)
+
+
+# ---- topreduce advise ---------------------------------------------------------------------------
+
+
+def _add_advise(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "advise",
+        help="what method auto would choose on a network, and what a step would take",
+        description="Foretells a step: what density=auto would send, its time and its bytes.",
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--entries", help="parameters of the model, such as 10m or 1.3b")
+    what.add_argument("--model", help="one of the lab's, such as gpt:10m")
+    parser.add_argument("--ranks", type=int, default=4, help="that train together (4)")
+    parser.add_argument("--rate", default="1gbit", help="of every link, each way (1gbit)")
+    parser.add_argument("--delay", default="0s", help="from any rank to any other (0s)")
+    parser.add_argument("--compute", required=True, help="of a step without us, such as 300ms")
+    parser.add_argument("--overhead", type=float, default=0.05, help="that may be waited (0.05)")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.set_defaults(run=_advise)
+
+
+def _advise(asked: argparse.Namespace) -> Iterable[str]:
+    if asked.ranks < 1:
+        raise ValueError(f"--ranks must be at least 1, not {asked.ranks}")
+    if not 0 < asked.overhead <= 1:
+        raise ValueError(f"--overhead must be a number in (0, 1], not {asked.overhead:g}")
+    layout = None if asked.model is None else _lab_layout(asked.model)
+    site = advice.Site(
+        entries=units.parse_count(asked.entries) if layout is None else layout.size,
+        ranks=asked.ranks,
+        computed=units.parse_seconds(asked.compute),
+        rate=units.parse_rate(asked.rate),
+        delay=units.parse_seconds(asked.delay),
+    )
+    if site.computed == 0:
+        raise ValueError("--compute must be more than 0")
+    found = advice.advise(site, overhead=asked.overhead, layout=layout)
+    return [advice.as_json(found)] if asked.json else advice.lines(found)
+
+
+def _lab_layout(model: str) -> Layout:
+    from topreduce.lab.tasks.models import MODELS, Workload, make_task
+
+    if model not in MODELS:
+        raise ValueError(f"--model must be one of {', '.join(MODELS)}, not {model!r}")
+    parameters = make_task(Workload(model=model)).model.named_parameters()
+    return Layout([(name, list(each.shape)) for name, each in parameters])
 
 
 # ---- topreduce methods --------------------------------------------------------------------------
@@ -98,6 +148,7 @@ def _describe(methods: list[Item]) -> Iterator[str]:
             yield from _hanging(
                 f"  {kind:<9} ", f"{stage['name']}{when}: {stage['summary']}", width
             )
+        yield from _hanging("  density   ", method["density"], width)
         if method["paper"]:
             yield from _hanging("  paper     ", method["paper"], width)
         own = [setting for setting in method["settings"] if "stage" in setting]

@@ -14,7 +14,7 @@ def methods() -> list[Item]:
     """
     common = common_settings()
     return [
-        method | {"settings": common + _stage_settings(method)}
+        method | {"settings": _with_density(common, method) + _stage_settings(method)}
         for method in _core.catalog()["methods"]
     ]
 
@@ -56,7 +56,16 @@ def allowed(setting: Item) -> str:
         return "text"
     bracket = "(" if setting["above_low"] else "["
     whole = "whole, " if setting["kind"] == "integer" else ""
-    return f"{whole}{bracket}{setting['low']:g}, {setting['high']:g}]"
+    more = " | auto | list" if setting["kind"] == "density" else ""
+    return f"{whole}{bracket}{setting['low']:g}, {setting['high']:g}]{more}"
+
+
+def _with_density(common: list[Item], method: Item) -> list[Item]:
+    """The settings of every method, with this method's own default of the density."""
+    return [
+        each | {"default": method["density"]} if each["name"] == "density" else each
+        for each in common
+    ]
 
 
 def _stage_settings(method: Item) -> list[Item]:

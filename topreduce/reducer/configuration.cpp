@@ -78,7 +78,7 @@ void Reducer::Impl::configure(const Spec& changes) {
   Spec wanted = given;
   if (!changes.name.empty()) wanted.name = changes.name;
   for (const auto& [name, value] : changes.settings) wanted.settings[name] = value;
-  Pipeline next(layout, wanted);
+  Pipeline next(layout, with_exchange(wanted, prepared_ranks));
   const Spec &before = pipeline.spec, &after = next.spec;
   const auto same = [&](std::string_view name) {
     const auto a = before.settings.find(name), b = after.settings.find(name);
@@ -100,12 +100,17 @@ void Reducer::Impl::configure(const Spec& changes) {
   if (same("exchange")) next.exchange = std::move(pipeline.exchange);
   doubt.reset();
   rebuilding.reset();
+  const bool same_density = same("density") && same("overhead") && same("min_density") &&
+                            same("max_density") && same("budget_bytes");
   pipeline = std::move(next);
   plan_buckets();
   given = std::move(wanted);
   const bool own_affair =
       changes.name.empty() && changes.settings.size() == 1 && changes.settings.contains("threads");
-  if (!own_affair) describe_run();
+  if (own_affair) return;
+  describe_run();
+  if (controller) coming = {controller->level(), same_density && controller->settled()};
+  start_search();
 }
 
 void Reducer::Impl::visit(StateVisitor& visitor) {
@@ -125,6 +130,7 @@ void Reducer::Impl::visit(StateVisitor& visitor) {
   pipeline.feedback->visit(visitor);
   if (pipeline.selector) pipeline.selector->visit(visitor);
   pipeline.exchange->visit(visitor);
+  visit_density(visitor);
   if (purpose == StateVisitor::Purpose::load) in_parts = false;
 }
 

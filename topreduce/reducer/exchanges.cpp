@@ -34,11 +34,15 @@ void expect_entries(const char* caller, std::size_t given, std::size_t wanted) {
 
 Regime Reducer::Impl::regime_of_step() const {
   if (mode == Mode::bypass) return Regime::bypass;
-  if (step < pipeline.warmup_steps || !pipeline.feedback->started()) return Regime::dense;
+  if (!pipeline.feedback->started()) return Regime::dense;
+  if (pipeline.rule != Pipeline::Rule::fixed) {
+    return level.everything() ? Regime::dense : Regime::compress;
+  }
+  if (step < pipeline.warmup_steps) return Regime::dense;
   if (step >= pipeline.warmup_steps + pipeline.ramp_steps) return Regime::compress;
   // Early in the ramp sending everything may be cheaper; it is never worse.
   const auto n = static_cast<double>(pipeline.compressed.size());
-  const auto k = static_cast<double>(pipeline.budget_at(step).entries);
+  const auto k = static_cast<double>(pipeline.budget_at(step, level.density).entries);
   const auto cost = pipeline.exchange->cost(k, n, comm->size());
   const auto whole = dense->cost(n, n, comm->size());
   const double of_value = wire::bits_per_value(pipeline.values);
@@ -81,15 +85,19 @@ void Reducer::Impl::begin(Communicator& communicator, float scale) {
   traffic_before = comm->traffic();
   knows_scale = scale > 0;
   loss_scale = knows_scale ? scale : 1;
+  opened_at = last_added = std::chrono::steady_clock::now();
+  any_started = false;
+  worked_meanwhile = 0;
+  level = next_level();
   const Regime last = std::exchange(regime, regime_of_step());
   if (regime != last) buckets.clear();  // a dense step's buffers are as large as the model
-  budget = pipeline.budget_at(step);
+  budget = pipeline.budget_at(step, level.density);
   if (regime != Regime::compress) budget.entries = budget.model;
   running = {};
   running.step = step;
+  running.density = level.density;
   running.entries = layout.size();
   running.budget = budget.entries + pipeline.uncompressed.size();
-  began = last_added = Clock::now();
   vote.begin(layout.count(), comm->size());
   sound = true;
   parameters_seen.reset();
@@ -147,7 +155,7 @@ void Reducer::Impl::add(const char* caller, std::span<const std::size_t> paramet
     held[id] = {on_device ? gradient : gradient.subspan(start, layout[id].size), most, lent, {}};
     start += layout[id].size;
   }
-  last_added = Clock::now();
+  note_gradient();
   if (pipeline.granularity != Granularity::bucket) return;
   start_complete_buckets();
   if (last_added - last_looked >= pace) progress();
@@ -337,16 +345,20 @@ void Reducer::Impl::exchange(Bucket& bucket) {
   // Coarse values are for those who remember what rounding took.
   const feedback::Feedback& feedback = memory(bucket);
   const bool remembers = feedback.is_estimate() || feedback.has_base();
+  const bool chosen_format = regime == Regime::dense && pipeline.rule != Pipeline::Rule::fixed;
+  const wire::ValueFormat values = chosen_format ? level.values : pipeline.values;
   const exchange::Subject subject{.exchange = bucket.number(),
                                   .run = run,
                                   .step = step,
                                   .parameters = bucket.contents(),
-                                  .values = remembers ? pipeline.values : pipeline.unremembered,
+                                  .values = remembers ? values : pipeline.unremembered,
                                   .native = pipeline.native};
   bucket.channel.open(*comm, subject, sight, running, workspace);
   bucket.task = (whole ? *dense : *pipeline.exchange)
                     .run(sight, bucket.selected, budget, bucket.channel, bucket.result);
   if (in_flight.empty()) in_flight_since = Clock::now();
+  if (!any_started) first_started = in_flight_since;
+  any_started = true;
   in_flight.push_back(&bucket);
   bucket.weight = weight_of(bucket, whole ? *dense : *pipeline.exchange);
   weight_in_flight += bucket.weight;

@@ -41,12 +41,14 @@ void Reducer::Impl::finish() {
     Stopwatch watch(running[Stage::commit]);
     running.finite = vote.finite() && fits_callers();
   }
-  running.finite = joint.hold(step, running.finite, running);
+  vote_measured = vote.measured();
+  running.finite = joint.hold(step, running.finite, vote_measured, running);
   if (running.finite && allows && !allows()) {
     throw CommError("step " + std::to_string(step) +
                     " was not committed on this rank, since commit_if said no; others may have");
   }
   voting = false;
+  const std::uint64_t number = step;
   {
     Stopwatch watch(running[Stage::commit]);
     running.finite ? commit() : spoil();
@@ -60,8 +62,9 @@ void Reducer::Impl::finish() {
   } catch (const CommError&) {  // the step is committed; the next one will notice
   }
   stats = running;
-  pace = std::min<Clock::duration>((last_added - began) / kLooks, kLongestPace);
+  pace = std::min<Clock::duration>((last_added - opened_at) / kLooks, kLongestPace);
   comm = nullptr;
+  time_step(number);
   if (order_is == Order::reversed) {
     order = arrivals;
     order_is = Order::observed;
@@ -95,6 +98,7 @@ void Reducer::Impl::hold_vote() {
     const std::uint64_t both = Fingerprint().add(mine.parameters).add(mine.sums).long_value();
     ballot.alike = static_cast<std::uint32_t>(both >> 32 ^ both) | 1;
   }
+  if (controller) ballot.measured = measured.taken;
   Stopwatch watch(running[Stage::network]);
   running.rounds += vote.hold(ballot, *comm);
   if (!vote.alike()) report_drift(*comm, step, mine, pipeline.native ? kNativeAdvice : "");
@@ -235,6 +239,7 @@ void Reducer::Impl::commit() {
   }
   for (const auto& bucket : buckets) bucket->settled = false;  // for good
   vote.tell(last_vote, step, loss_scale);
+  note_density();
   ++step;
   in_parts = false;
 }

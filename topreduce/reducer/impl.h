@@ -45,6 +45,17 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   void agree_on_order(Communicator& communicator);
   void plan_buckets();
 
+  // How much a step sends.
+  void prepare_for(int size);
+  void start_search();
+  tuning::Level next_level() const;
+  void note_density();
+  void note_gradient();
+  void time_step(std::uint64_t number);
+  void timed(double computed, double waited);
+  void timed_since(std::chrono::steady_clock::time_point last);
+  void visit_density(StateVisitor& visitor);
+
   void begin(Communicator& communicator, float scale);
   void add(const char* caller, std::span<const std::size_t> parameters, std::span<float> gradient,
            float most, bool lent = false);
@@ -131,6 +142,21 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   StepStats stats;
   std::vector<std::size_t> everything;  // the numbers of all parameters, for `average`
 
+  // How much was sent, step by step, and what comes next.
+  tuning::Choices choices;
+  struct Next {
+    tuning::Level level;
+    bool settled;
+  };
+  std::optional<Next> coming;
+  std::optional<tuning::DensityController> controller;
+  int prepared_ranks = 0;  // that the ladder is for
+  struct Measured {
+    std::uint64_t step = 0;
+    tuning::Level level;
+    tuning::Measurement taken;
+  } measured;  // the last step, which the next vote tells
+
   // The order that buckets follow: reversed, until a step has been finished and so observed; that
   // of rank 0 then, agreed upon at the next `begin`.
   enum class Order { reversed, observed, agreed } order_is = Order::reversed;
@@ -146,7 +172,13 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   float loss_scale = 1;
   bool knows_scale = true;
   Regime regime = Regime::compress;
+  tuning::Level level;
   Budget budget;
+  std::chrono::steady_clock::time_point opened_at, first_started, last_added;
+  bool any_started = false;
+  double worked_meanwhile = 0;  // seconds until the last gradient came
+  std::optional<std::chrono::steady_clock::time_point> finished_at;  // the step before
+  std::optional<tuning::Measurement> vote_measured;  // of the last step, by all ranks
   exchange::Workspace workspace;
   StepVote vote;
   JointVote joint;
@@ -174,8 +206,8 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   double weight_in_flight = 0;     // values that they send
   using Clock = std::chrono::steady_clock;
   Clock::time_point in_flight_since;
-  Clock::time_point began, last_added, last_looked;  // the last for messages
-  Clock::duration pace{};                            // see Reducer::pace
+  Clock::time_point last_looked;  // for messages
+  Clock::duration pace{};         // see Reducer::pace
   StepStats running;
 };
 

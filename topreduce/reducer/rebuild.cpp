@@ -151,7 +151,8 @@ RebuildPlan Reducer::Impl::plan_rebuild(Communicator& communicator) {
         "anew from a checkpoint");
   }
   communicator.enter({comm::Place::Kind::rebuild, 0});
-  expect_same_text(communicator, description);
+  // With method=auto the exchange follows from the number of ranks, which differs for who joins.
+  expect_same_text(communicator, given.name == "auto" ? describe(layout, given) : description);
   std::vector<Card> cards;
   const auto gather = [&] {
     Card mine{.step = step,
@@ -215,6 +216,7 @@ std::span<const float> Reducer::Impl::rebuild(Communicator& communicator,
                       ", but the last one was " + std::to_string(roster.step - 1));
     }
   }
+  if (role == Role::joins) prepare_for(roster.ranks_before);  // to learn the same
   LearntSaver learnt;
   if (roster.count(Role::joins) > 0) {
     visit(learnt);
@@ -227,7 +229,8 @@ std::span<const float> Reducer::Impl::rebuild(Communicator& communicator,
   // What needs memory comes before the point of no return.
   rebuilding.reset();
   rebuilding.emplace(Rebuilding{roster, role, std::move(outcome), std::move(learnt.bytes),
-                                Pipeline(layout, given), communicator.size()});
+                                Pipeline(layout, with_exchange(given, roster.ranks_before)),
+                                communicator.size()});
   communicator.barrier();
   if (!late_mean_is_new) late_mean.clear();
   carry_out_rebuild();
@@ -262,6 +265,10 @@ void Reducer::Impl::carry_out_rebuild() {
   }
   step = roster.step;
   in_parts = false;
+  if (roster.count(Role::on_time) < new_ranks || !roster.same_ranks()) {
+    prepared_ranks = 0;  // a density is found anew: not all know what was measured
+    coming.reset();
+  }
   ranks = agreed_ranks = new_ranks;
   rebuilds = roster.rebuilds + 1;
   forget_order();

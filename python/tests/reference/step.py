@@ -53,6 +53,7 @@ EXCHANGE: dict[str, Callable[[list[Floats], list[Places], Step], Delivery]] = {
 TOGETHER = {"dense", "randk", "arc_topk"}  # all ranks always send the same entries
 # method: feedback, select with granularity model and bucket, exchange
 METHODS = {
+    "auto": ("residual", {"model": "topk", "bucket": "carried"}, "gather"),
     "dense": ("none", {"model": "", "bucket": ""}, "dense"),
     "topk": ("residual", {"model": "topk", "bucket": "carried"}, "gather"),
     "randk": ("residual", {"model": "", "bucket": ""}, "randk"),

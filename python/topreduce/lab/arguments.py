@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
 from topreduce.lab.experiments.methods import Method, parse_methods
 from topreduce.lab.experiments.runs import Network
-from topreduce.lab.network.cluster import parse_rates
+from topreduce.lab.network.cluster import Rate, parse_rates
 from topreduce.lab.tasks.models import MODELS, Workload, check_model
+from topreduce.units import parse_seconds
 
 RACE_METHODS = "noop,dense,bf16,powersgd:1,powersgd:4,topk:density=0.01,ok_topk:density=0.01"
 TRAIN_METHODS = "dense,bf16,powersgd:8,topk:density=0.01,ok_topk:density=0.01"
@@ -39,6 +39,13 @@ def make_parser() -> argparse.ArgumentParser:
     race.add_argument("--rounds", type=count, default=10, help="how often each method has its turn")
     race.add_argument(
         "--turn", type=count, default=2, help="steps of a method before it is the next one's turn"
+    )
+    race.add_argument(
+        "--then",
+        action="append",
+        default=[],
+        metavar="RATE",
+        help="another rate later on, to see who follows; may be repeated: each lasts as long",
     )
     race.add_argument(
         "--compute", type=as_seconds, help="wait so long instead of computing, e.g. 50ms"
@@ -88,6 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
         "instead of computing; goes with --clock race",
     )
     _add_output(train)
+    train.set_defaults(then=[])
 
     shown = commands.add_parser("report", help="one page from one or several results.json")
     shown.add_argument("files", nargs="+", type=Path, metavar="results.json")
@@ -164,7 +172,16 @@ def network(asked: argparse.Namespace) -> Network:
         raise ValueError(f"--delay: at most {_LONGEST_DELAY:g} s, not {asked.delay:g} s")
     rates = parse_rates("none" if asked.local else asked.rate, asked.hosts)
     kind = "local" if asked.local else "cluster"
-    return Network(rates=rates, delay=asked.delay, kind=kind, shards=asked.shards)
+    later = [_limits(word, rates, asked.hosts) for word in asked.then]
+    return Network(rates=rates, delay=asked.delay, kind=kind, shards=asked.shards, later=later)
+
+
+def _limits(word: str, rates: list[Rate], hosts: int) -> list[float]:
+    """Rates that links have later; what has no limit cannot get one."""
+    later = [rate for rate in parse_rates(word, hosts) if rate is not None]
+    if len(later) < hosts or None in rates:
+        raise ValueError("--then changes rates: give --rate and --then limits, and not --local")
+    return later
 
 
 def count(word: str) -> int:
@@ -177,7 +194,7 @@ def count(word: str) -> int:
 
 def as_seconds(word: str) -> float:
     """A time with its unit."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s|min)", word)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"write it as 500us, 50ms, 2s or 1min, not {word!r}")
-    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}[match[2]]
+    try:
+        return parse_seconds(word)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

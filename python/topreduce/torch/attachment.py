@@ -1,5 +1,6 @@
 """One line on a model: checks and wiring. What is particular to a kind of model: kinds.py."""
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from topreduce import Layout, Reducer
+from topreduce.torch.clock import StepClock
 from topreduce.torch.ddp_kind import DDPKind
 from topreduce.torch.device import GradientDevice, device_of
 from topreduce.torch.eligibility import check_parameter, check_type
@@ -41,7 +43,11 @@ def attach(
     *,
     group: dist.ProcessGroup | Ranks | None = None,
     replicas: DeviceMesh | dist.ProcessGroup | None = None,
-    density: float | None = None,
+    density: float | str | Sequence[float | str] | os.PathLike[str] | None = None,
+    overhead: float | None = None,
+    min_density: float | None = None,
+    max_density: float | None = None,
+    budget_bytes: float | None = None,
     granularity: str | None = None,
     bucket_cap_mb: float | None = None,
     values: str | None = None,
@@ -71,15 +77,23 @@ def attach(
 
     `method`: a name, or one with settings such as "topk:density=0.01". `density`: the share of
     entries that each rank sends; the first `warmup_steps` (10) are dense, then the density falls
-    geometrically over `ramp_steps` (100). `bucket_cap_mb`: gradients that are exchanged together,
-    as they become ready; DDP's own buckets do not matter. `keep_dense`: patterns such as "*norm*"
-    for parameters that are sent whole in every step. `scaler`: the GradScaler that multiplies your
-    loss, so that what is owed is kept without its factor. `local_group`, for DDP: the ranks of this
-    rank's machine, as a process group, or "host" for those of one host name and boot; gradients are
-    then averaged inside each machine first, and one rank of each exchanges, and owes. `timeout`:
-    how long to wait for a peer that is silent, which may just be busy; None waits as long as the
-    model's process group. `verify_every`: after how many steps the parameters, and the means,
-    are compared over the ranks, with a DriftError on all of them that names the rank that differs;
+    geometrically over `ramp_steps` (100).
+
+    With `density` "auto", the default of `method` "auto", each step sends as much as hides behind
+    the backward pass: the most with which `backward()` waits for us for at most `overhead` (5 %)
+    of a step, from `min_density` (0.1 %) to `max_density`, and at most `budget_bytes` from each
+    rank. In its first `warmup_steps` and `ramp_steps` more may be waited (`ramp_overhead`, 25 %). A
+    list of densities, or a file of them, repeats another run (`Sync.choices`).
+
+    `bucket_cap_mb`: gradients that are exchanged together, as they become ready; DDP's own buckets
+    do not matter. `keep_dense`: patterns such as "*norm*" for parameters that are sent whole in
+    every step. `scaler`: the GradScaler that multiplies your loss, so that what is owed is kept
+    without its factor. `local_group`, for DDP: the ranks of this rank's machine, as a process
+    group, or "host" for those of one host name and boot; gradients are then averaged inside each
+    machine first, and one rank of each exchanges, and owes. `timeout`: how long to wait for a peer
+    that is silent, which may just be busy; None waits as long as the model's process group.
+    `verify_every`: after how many steps the parameters, and the means, are compared over the
+    ranks, with a DriftError on all of them that names the rank that differs;
     0 for never. `commit_if`: asked on this rank before a step is committed; if it says no,
     backward() raises CommError, and since other ranks may have committed, `rebuild()` must follow.
     """
@@ -98,7 +112,11 @@ def attach(
         if not isinstance(verify_every, int) or verify_every < 0:
             raise ValueError(f"verify_every must be a number of steps, not {verify_every!r}")
         given = {
-            "density": density,
+            "density": as_setting(density),
+            "overhead": overhead,
+            "min_density": min_density,
+            "max_density": max_density,
+            "budget_bytes": budget_bytes,
             "granularity": granularity,
             "bucket_cap_mb": bucket_cap_mb,
             "values": values,
@@ -139,7 +157,7 @@ def attach(
     surroundings.forgotten = kind.debts()
     reducer.commit_if(commit_if)
     verifier = Verifier(parameters.values(), local_part, verify_every)
-    steps = Steps(reducer, comm, surroundings, verifier)
+    steps = Steps(reducer, comm, surroundings, verifier, StepClock(kind.model))
     return Sync(reducer, comm, steps, kind.start(steps, reducer, parameters, device), terms)
 
 
@@ -161,7 +179,7 @@ def _check_method(method: object) -> None:
     raise TypeError(f'method must be a name such as "topk", not {method!r}{meant}')
 
 
-def _or_default(given: int | None, name: str, method: str, default: int) -> int | None:
+def _or_default(given: object, name: str, method: str, default: object) -> object:
     """What was given, unless that is nothing and the method's own words do not name it either."""
     named = re.search(rf"\b{name}\s*=", method) is not None
     return default if given is None and not named else given

@@ -1,6 +1,7 @@
 """A rank's state as a flat dictionary of tensors, numbers and words.
 
     format, ranks, settings/<name>      the same on every rank
+    texts/<name>                        the same, what the run chose; may be missing
     rank<r>/<number>                    one number
     rank<r>/<quantity>/<parameter>      one number, or one tensor in the parameter's shape
 
@@ -61,11 +62,13 @@ def empty(state: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
 def pack(reducer: Reducer, rank: int, ranks: int) -> dict[str, Any]:
     """The reducer's state under this rank's keys."""
     settings = {name: value for name, value in reducer.spec.items() if name != "threads"}
+    state = reducer.state()
     return {
         "format": FORMAT,
         "ranks": ranks,
         **{f"settings/{name}": value for name, value in settings.items()},
-        **{f"rank{rank}/{key}": value for key, value in _flatten(reducer).items()},
+        **{f"texts/{name}": text for name, text in state.get("texts", {}).items()},
+        **{f"rank{rank}/{key}": value for key, value in _flatten(reducer, state).items()},
     }
 
 
@@ -91,12 +94,12 @@ def unpack(saved: Mapping[str, Any], reducer: Reducer, rank: int, ranks: int) ->
         raise ValueError(
             f"holds nothing of rank {rank}; it is of {few(others)}: every rank loads what it saved"
         )
-    here = _flatten(reducer)
+    state = reducer.state()
+    here = _flatten(reducer, state)
     if isinstance(reducer, Member):  # it may be given the state of its delegate
         own = {key: value for key, value in own.items() if key in here}
     _compare(own, here)
 
-    state = reducer.state()
     for quantity, arrays in state["entries"].items():
         state["entries"][quantity] = {
             parameter: own[f"{quantity}/{parameter}"].contiguous().numpy() for parameter in arrays
@@ -104,6 +107,7 @@ def unpack(saved: Mapping[str, Any], reducer: Reducer, rank: int, ranks: int) ->
     for quantity, values in state["parameters"].items():
         state["parameters"][quantity] = {each: own[f"{quantity}/{each}"] for each in values}
     state["numbers"] = {name: own[name] for name in state["numbers"]}
+    state["texts"] = {name: str(saved.get(f"texts/{name}", "")) for name in state.get("texts", {})}
     reducer.load_state(state)
     if own["bypassed"]:
         reducer.bypass()
@@ -118,8 +122,7 @@ def few(words: Iterable[str]) -> str:
     return ", ".join(words[:5]) + more or "none"
 
 
-def _flatten(reducer: Reducer) -> dict[str, Any]:
-    state = reducer.state()
+def _flatten(reducer: Reducer, state: dict[str, dict[str, Any]]) -> dict[str, Any]:
     flat: dict[str, Any] = {**state["numbers"], "bypassed": int(reducer.bypassed)}
     for quantity, values in state["parameters"].items():
         flat.update({f"{quantity}/{each}": value for each, value in values.items()})

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from topreduce import CommError, DriftError, Reducer, StepStats, WireError
+from topreduce.torch.clock import StepClock
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.surroundings import Participation, Surroundings
 from topreduce.torch.verifying import Verifier
@@ -32,10 +33,11 @@ class Step:
         self.error = error
         self.in_backward = True
         self.begun = False
-        self.density = 1.0
+        self.level = ""  # what it sends, in a word
         self.loss_scale = 0.0  # not known
         self.participation = Participation()
         self.last_handed_over = 0.0  # when backward began to wait
+        self.computed = self.waited = 0.0  # seconds until then, and from then on
         self.over = threading.Event()
 
 
@@ -61,6 +63,7 @@ class Steps:
         comm: GroupCommunicator,
         surroundings: Surroundings,
         verifier: Verifier,
+        clock: StepClock,
     ) -> None:
         self.broken: Exception | None = None  # why no further step is possible
         self.history: deque[dict[str, Any]] = deque(maxlen=_HISTORY)
@@ -68,6 +71,7 @@ class Steps:
         self._comm = comm
         self.surroundings = surroundings
         self.verifier = verifier
+        self._clock = clock
         self._step = Step(None)
         self._step.over.set()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -132,21 +136,23 @@ class Steps:
             step.over.wait()
 
     def stop(self) -> None:
+        self._end_thread()
+        self._clock.release()
+
+    def reconnect(self, comm: GroupCommunicator) -> None:
+        """Goes on with other connections."""
+        self._end_thread()
+        self._comm, self.broken = comm, None
+        self._start()
+
+    def _end_thread(self) -> None:
         self.wait_until_idle()
         self._stop()
         self._thread.join()
 
-    def reconnect(self, comm: GroupCommunicator) -> None:
-        """Goes on with other connections."""
-        self.stop()
-        self._comm, self.broken = comm, None
-        self._start()
-
-    def record(
-        self, stats: StepStats, density: float, waited: float = 0.0, in_finish: float = 0.0
-    ) -> dict[str, Any]:
-        """A step as users see it. Seconds since the last gradient was handed over: `waited` for
-        the means, and until they were computed.
+    def record(self, stats: StepStats, level: str, in_finish: float = 0.0) -> dict[str, Any]:
+        """A step as users see it. `level`: what it sent, in a word; `in_finish`: seconds from the
+        last gradient that was handed over until the means were computed.
         """
         told: dict[str, Any] = dict(stats.as_dict())
         exchanging = told["seconds_exchanging"]
@@ -154,8 +160,8 @@ class Steps:
         return {
             **told,
             "method": self._reducer.spec["method"],
-            "density": density,
-            "seconds_waited": waited,
+            "level": level,
+            "reason": self._reducer.reason,
             "hidden": max(0.0, 1 - exposed / exchanging) if exchanging > 0 else 0.0,
         }
 
@@ -178,7 +184,7 @@ class Steps:
             return
         try:
             if not step.begun:
-                step.density = self._reducer.density
+                step.level = self._reducer.level
                 self._begin(step.loss_scale)
                 step.begun = True
                 if step.participation != Participation():
@@ -204,8 +210,18 @@ class Steps:
         in_finish = time.perf_counter() - step.last_handed_over
         self._comm.trim()
         receiver.give_back()
-        waited = time.perf_counter() - step.last_handed_over
-        self.history.append(self.record(stats, step.density, waited, in_finish))
+        self._time(step)
+        told = self.record(stats, step.level, in_finish)
+        told["seconds_computed"], told["seconds_waited"] = step.computed, step.waited
+        self.history.append(told)
+
+    def _time(self, step: Step) -> None:
+        """What backward() waited for us, which is what a density is found by."""
+        began, last = self._clock.end(), step.last_handed_over
+        step.waited = time.perf_counter() - last
+        known = self._reducer.stats.seconds_computed
+        step.computed = known if began is None or began > last else last - began
+        self._reducer.timed(step.computed, step.waited)
 
     def _verify(self) -> None:
         fingerprint = self.verifier.fingerprint(self._reducer.step)

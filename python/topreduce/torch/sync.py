@@ -1,6 +1,8 @@
 """The handle that attach() returns."""
 
 import json
+import os
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -11,6 +13,7 @@ from torch import is_tensor
 from torch.nn import Module
 
 from topreduce import CommError, Reducer
+from topreduce.advice import Advice, Site, advise
 from topreduce.torch import checkpoint, report, restoring, state_files
 from topreduce.torch.fsdp import Cut, cuts_of, local_part
 from topreduce.torch.kinds import Attached
@@ -53,7 +56,7 @@ class Sync:
         """What the last step cost this rank, and what it moved."""
         if self._steps.history:
             return dict(self._steps.history[-1])
-        return self._steps.record(self._reducer.stats, self._reducer.density)
+        return self._steps.record(self._reducer.stats, self._reducer.level)
 
     def history(self) -> list[dict[str, Any]]:
         """`stats()` of the last 1000 steps, oldest first."""
@@ -74,11 +77,37 @@ class Sync:
         stats = self.stats()
         report.write(report.scalars(stats), writer, stats["step"] if step is None else step)
 
+    def choices(self) -> list[str]:
+        """What all steps so far sent: densities, or formats for steps that sent everything.
+
+        "0.0313*12" stands for twelve steps. `attach(..., density=sync.choices())` repeats them, so
+        that the same run gives the same bits; it may also be a file that holds these words.
+        """
+        return self._reducer.choices.split()
+
+    def advise(self) -> Advice:
+        """What other methods would cost here, from what the last steps took: `topreduce advise`.
+
+        The rate is that of the steps whose exchanges ran fastest, so it may be higher than this.
+        ValueError before the third step.
+        """
+        steps = [each for each in list(self._steps.history)[2:] if each["seconds_exchanging"] > 0]
+        if not steps:
+            raise ValueError("advise() needs steps to look at: call it after the third")
+        rates = [8 * each["bytes_sent"] / each["seconds_exchanging"] for each in steps]
+        site = Site(
+            entries=self._reducer.layout.size,
+            ranks=self._comm.ledgers,
+            computed=statistics.median(each["seconds_computed"] for each in steps),
+            rate=max(rates) or None,
+        )
+        return advise(site, overhead=float(self._reducer.spec["overhead"]))
+
     def configure(
         self,
         method: str | None = None,
         *,
-        density: float | None = None,
+        density: float | str | Sequence[float | str] | os.PathLike[str] | None = None,
         granularity: str | None = None,
         bucket_cap_mb: float | None = None,
         values: str | None = None,
@@ -325,8 +354,13 @@ class Sync:
             return "detached"
         if self._steps.broken is not None:
             return f"broken ({self._steps.broken})"
-        mode = "bypassed" if self._reducer.bypassed else f"density {self._reducer.density:.3g}"
-        return f"{self._reducer.spec['method']}, {mode}"
+        reducer = self._reducer
+        mode = "bypassed" if reducer.bypassed else f"density {reducer.density:.3g}"
+        if reducer.spec["density"] == "auto" and not reducer.bypassed:
+            if reducer.density == 1:
+                mode = f"everything in {reducer.level}"
+            mode += f" ({reducer.reason})"
+        return f"{reducer.spec['method']}, {mode}"
 
     def _expect_usable(self, action: str) -> None:
         if not self._attached:
@@ -350,5 +384,7 @@ class Sync:
 
 
 def as_setting(value: object) -> object:
-    """Lists of words, such as patterns for keep_dense, as the core writes them."""
+    """Lists of words, such as patterns for keep_dense, and files of them, as the core wants."""
+    if isinstance(value, os.PathLike):
+        return " ".join(Path(value).read_text().split())
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value

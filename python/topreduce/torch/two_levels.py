@@ -214,6 +214,7 @@ class Delegate(_OnTwoLevels):
     def finish(self) -> Told:  # type: ignore[override]
         stats: dict[str, Any] = dict(super().finish().as_dict())
         news = {"stats": stats, "next": self.step, "unit": self._unit}
+        news |= {"density": self.density, "level": self.level, "reason": self.reason}
         try:
             self._levels.inside.all_gather(np.frombuffer(json.dumps(news).encode(), np.uint8))
             self._hand_out()
@@ -248,6 +249,26 @@ class Delegate(_OnTwoLevels):
 class Member(_OnTwoLevels):
     """Lends its delegate its gradients, and hears what became of them. It owes nothing."""
 
+    _news: dict[str, Any] | None = None  # of the last step
+
+    # What is found while running, the delegates find.
+
+    @property
+    def density(self) -> float:
+        return float(self._found("density", super().density))
+
+    @property
+    def level(self) -> str:
+        return str(self._found("level", super().level))
+
+    @property
+    def reason(self) -> str:
+        return str(self._found("reason", super().reason))
+
+    def _found(self, name: str, own: object) -> Any:
+        told = self._news is not None and self.spec["density"] == "auto" and not self.bypassed
+        return self._news[name] if told and self._news else own
+
     def add(self, parameters: Sequence[int], gradient: Floats, most: float = _ANY) -> None:
         self._collect(parameters, gradient)
 
@@ -260,6 +281,7 @@ class Member(_OnTwoLevels):
         self._hand_out()
         self._rescale(news["unit"])
         self.skip_to(news["next"])
+        self._news = news
         return self._told(news["stats"])
 
     def state(self) -> dict[str, dict[str, Any]]:

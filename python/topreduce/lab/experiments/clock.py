@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from topreduce.lab.experiments.methods import FIRST, Method
 from topreduce.lab.experiments.race import RaceRow
 from topreduce.lab.experiments.train import REFERENCE, TrainRun
+from topreduce.torch.attachment import RAMP_STEPS, WARMUP_STEPS
+
+FIRST_STEPS = WARMUP_STEPS + RAMP_STEPS
 
 
 def on_the_clock_of(rows: Sequence[RaceRow], runs: Sequence[TrainRun]) -> list[TrainRun]:
@@ -16,11 +20,16 @@ def on_the_clock_of(rows: Sequence[RaceRow], runs: Sequence[TrainRun]) -> list[T
     instance: its time is then that of the race plus its share of the way to dense.
     """
     by_spec = {row.spec: row for row in rows}
+    by_label = {row.label: row for row in rows}
     idle, dense = by_spec["noop"], by_spec[REFERENCE]
     clocked = []
     for run in runs:
         own = by_spec.get(run.spec, idle)
-        seconds = [_step_seconds(sent, own, dense) for sent in run.bytes_sent]
+        first = by_label.get(run.label + FIRST, own)
+        seconds = [
+            _step_seconds(sent, first if step < FIRST_STEPS else own, dense)
+            for step, sent in enumerate(run.bytes_sent)
+        ]
         clocked.append(
             dataclasses.replace(
                 run,
@@ -32,6 +41,22 @@ def on_the_clock_of(rows: Sequence[RaceRow], runs: Sequence[TrainRun]) -> list[T
             )
         )
     return clocked
+
+
+def as_found(methods: Sequence[Method], rows: Sequence[RaceRow]) -> list[Method]:
+    """Methods that find their density, made to send what they sent in the race.
+
+    A training without the limit would find another one.
+    """
+    found = {row.label: row.level for row in rows}
+    return [
+        dataclasses.replace(
+            method, replay=f"{found[method.label + FIRST]}*{FIRST_STEPS} {found[method.label]}"
+        )
+        if method.searches
+        else method
+        for method in methods
+    ]
 
 
 def _step_seconds(sent: float, own: RaceRow, dense: RaceRow) -> float:

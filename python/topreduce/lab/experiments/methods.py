@@ -26,6 +26,7 @@ OURS = "topreduce."  # "topreduce.dense" is our dense, "dense" is DDP's own all-
 STEPS_BEFORE_POWERSGD = 2  # it refuses to begin earlier
 LOCAL_SGD_WARMUP = 10
 AGAIN = " (A/A)"  # after the name of a method that is measured a second time
+FIRST = " (first steps)"  # the same, as it begins a training
 _SCHEDULE = ("warmup_steps", "ramp_steps", "seed")
 
 
@@ -57,6 +58,7 @@ class Method:
 
     label: str
     spec: str
+    replay: str = ""  # what each step sends, instead of a search for it
 
     @property
     def is_ours(self) -> bool:
@@ -67,12 +69,24 @@ class Method:
         """Whether most of its steps send nothing, so that one step does not tell its time."""
         return self.spec.partition(":")[0] in LOCAL
 
+    @property
+    def searches(self) -> bool:
+        """Whether it finds its density while it runs."""
+        name, _, settings = self.spec.removeprefix(OURS).partition(":")
+        named = re.search(r"\bdensity=([^,]*)", settings)
+        return self.is_ours and (named[1] if named else name) == "auto"
+
     def steady(self) -> Method:
         """Without the steps that a training begins with, which send more."""
         if not self.is_ours:
             return self
-        spec = _without_schedule(self.spec)
-        return Method(self.label, f"{spec}{',' if ':' in spec else ':'}warmup_steps=0,ramp_steps=0")
+        spec = _without(self.spec, _SCHEDULE)
+        return Method(self.label, _with(spec, "warmup_steps=0,ramp_steps=0"))
+
+    def first_steps(self) -> Method:
+        """As it begins: it may wait longer than later."""
+        spec = _without(self.spec, ("overhead",))
+        return Method(self.label + FIRST, _with(spec, f"overhead={_ramp_overhead(self.spec)}"))
 
     def again(self) -> Method:
         """The same under another name: what the two differ by is noise."""
@@ -98,7 +112,11 @@ class Method:
         else:
             attached, replicas = Attached(DistributedDataParallel(model)), None
         attached.sync = topreduce.torch.attach(
-            attached.model, spec, seed=own_seed, replicas=replicas
+            attached.model,
+            spec,
+            seed=own_seed,
+            replicas=replicas,
+            density=self.replay or None,
         )
         return attached
 
@@ -200,12 +218,21 @@ def _check(spec: str) -> None:
         raise ValueError(f"method {spec!r}: write it as {name}:4")
 
 
-def _without_schedule(spec: str) -> str:
-    """The spec without warm-up, ramp and seed."""
+def _with(spec: str, settings: str) -> str:
+    return f"{spec}{',' if ':' in spec else ':'}{settings}"
+
+
+def _ramp_overhead(spec: str) -> str:
+    made = Reducer(Layout([("weight", [8, 8])]), spec.removeprefix(OURS))
+    return made.spec["ramp_overhead"]
+
+
+def _without(spec: str, names: tuple[str, ...]) -> str:
+    """The spec without these settings."""
     name, colon, settings = spec.partition(":")
     kept, depth = [], 0
     for piece in settings.split(","):
-        if depth > 0 or piece.partition("=")[0] not in _SCHEDULE:
+        if depth > 0 or piece.partition("=")[0] not in names:
             kept.append(piece)
         depth += piece.count("(") - piece.count(")")
     return name + (colon + ",".join(kept) if any(kept) else "")

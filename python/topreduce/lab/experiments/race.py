@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from topreduce.lab.tasks.models import Workload
 
 STAGES = ("look", "choose", "pack", "network", "unpack", "commit")
 WARM_UP_STEPS = 3  # DDP cuts its buckets anew after the first, PowerSGD begins with the third
+SEARCH_STEPS = 45  # of a method that finds its density
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,12 @@ class RaceRow:
     losses: list[float]  # mean over the ranks
     stages: dict[str, float]  # mean seconds by stage; empty unless ours
     stats: dict[str, float]  # means of what else we count; empty unless ours
+    # Of a method that finds its density, for each step from its first one on: what it was to send,
+    # and the part of the step that was waited. And what it found.
+    densities: list[float] = field(default_factory=list)
+    waiting: list[float] = field(default_factory=list)
+    level: str = ""
+    reason: str = ""
 
     @property
     def median(self) -> float:
@@ -71,26 +78,27 @@ def with_again(methods: Sequence[Method]) -> list[Method]:
 
 def race_rank(
     rank: int, world_size: int, options: RaceOptions, report: Callable[[Turn], None]
-) -> list[tuple[int, list[Step]]]:
-    """One rank's part: parameters and counted steps of every method."""
+) -> list[tuple[int, list[Step], list[Step]]]:
+    """One rank's part: parameters, counted steps and those before them, of every method."""
     torch.set_num_threads(1)
     methods = [method.steady() for method in options.methods]
     replicas = [Replica(rank, options.workload, method) for method in methods]
     counted: list[list[Step]] = [[] for _ in replicas]
+    before: list[list[Step]] = [[] for _ in replicas]
     for number in range(options.rounds + 1):
         for place in range(len(replicas)):
             # Another order in every round: no method always follows the same other.
             turn = (place + number) % len(replicas)
-            steps = _take_turn(replicas[turn], options.steps if number else WARM_UP_STEPS)
-            if number:
-                counted[turn] += steps
+            first = SEARCH_STEPS if methods[turn].searches else WARM_UP_STEPS
+            steps = _take_turn(replicas[turn], options.steps if number else first)
+            (counted if number else before)[turn] += steps
             if rank == 0:
                 last = steps[-1]
                 report(Turn(options.methods[turn].label, number, last.end - last.start))
     for replica in replicas:
         replica.close()
     parameters = sum(each.numel() for each in replicas[0].task.model.parameters())
-    return [(parameters, steps) for steps in counted]
+    return [(parameters, *steps) for steps in zip(counted, before, strict=True)]
 
 
 def _take_turn(replica: Replica, count: int) -> list[Step]:
@@ -117,7 +125,7 @@ def begin_together() -> None:
 
 
 def race_rows(
-    options: RaceOptions, ranks: Sequence[Sequence[tuple[int, list[Step]]]]
+    options: RaceOptions, ranks: Sequence[Sequence[tuple[int, list[Step], list[Step]]]]
 ) -> list[RaceRow]:
     """The results of all ranks, put together by method."""
     rows = []
@@ -142,9 +150,26 @@ def race_rows(
                     if stats
                 },
                 stats=_means(stats),
+                **(_search([rank[number] for rank in ranks]) if method.searches else {}),
             )
         )
     return rows
+
+
+def _search(ranks: Sequence[tuple[int, list[Step], list[Step]]]) -> dict[str, Any]:
+    """How a density was found. All ranks end a step together: who waited least computed longest."""
+    steps = [[each.stats for each in (*before, *counted)] for _, counted, before in ranks]
+    together = list(zip(*steps, strict=True))
+    return {
+        "densities": [each[0]["density"] for each in together],
+        "waiting": [
+            min(rank["seconds_waited"] for rank in each)
+            / max(rank["seconds_computed"] + rank["seconds_waited"] for rank in each)
+            for each in together
+        ],
+        "level": steps[0][-1]["level"],
+        "reason": steps[0][-1]["reason"],
+    }
 
 
 def _means(stats: Sequence[dict[str, Any]]) -> dict[str, float]:

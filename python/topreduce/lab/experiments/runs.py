@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from topreduce.lab.experiments.clock import on_the_clock_of
+from topreduce.lab.experiments.clock import as_found, on_the_clock_of
 from topreduce.lab.experiments.launch import launch
 from topreduce.lab.experiments.methods import Method, parse_methods
 from topreduce.lab.experiments.progress import progress
@@ -23,7 +23,7 @@ from topreduce.lab.experiments.race import (
     with_again,
 )
 from topreduce.lab.experiments.train import Progress, TrainOptions, TrainRun, in_order, train_rank
-from topreduce.lab.network.cluster import Place, Rate, cluster_and_relay, obstacle, rate_words
+from topreduce.lab.network.cluster import Host, Place, Rate, cluster_and_relay, obstacle, rate_words
 from topreduce.lab.network.namespaces import ClusterError
 from topreduce.lab.network.relay import Relay
 from topreduce.lab.network.selftest import LinkCheck, check_links, refuse_if_off
@@ -38,6 +38,7 @@ class Network:
     delay: float = 0.0  # seconds from any host to any other, one way
     kind: str = "cluster"  # or "local": processes that share this machine's loopback interface
     shards: int = 1  # ranks on each host
+    later: Sequence[Sequence[float]] = ()  # rates that follow in the course of a race
 
     @property
     def hosts(self) -> int:
@@ -52,12 +53,14 @@ class Network:
             return f"{self.ranks} local processes, unlimited"
         names = [rate_words(rate) for rate in self.rates]
         rates = names[0] if len(set(names)) == 1 else ", ".join(names)
+        for after in self.later:
+            rates += f", then {', '.join(dict.fromkeys(map(rate_words, after)))}"
         delay = f", {1e3 * self.delay:g} ms one way" if self.delay else ""
         shards = f" with {self.shards} shards each" if self.shards > 1 else ""
         return f"{self.hosts} hosts{shards} at {rates}{delay}"
 
     def unlimited(self) -> Network:
-        return dataclasses.replace(self, rates=[None] * self.hosts, delay=0.0)
+        return dataclasses.replace(self, rates=[None] * self.hosts, delay=0.0, later=())
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Built:
     places: list[Place] | None = None
     checks: Sequence[LinkCheck] = ()
     relay: Relay | None = None
+    hosts: Sequence[Host] = ()
 
     def late(self) -> float:
         """The share of packets, since the last call, that the machine was too busy to pass on."""
@@ -103,7 +107,7 @@ def built(console: Console, network: Network) -> Iterator[Built]:
                 style="dim",
             )
         places = [host.place for host in hosts for _ in range(network.shards)]
-        made = Built(places, checks, relay)
+        made = Built(places, checks, relay, hosts)
         made.late()  # what comes from here on counts
         yield made
 
@@ -111,7 +115,7 @@ def built(console: Console, network: Network) -> Iterator[Built]:
 def race(console: Console, network: Network, options: RaceOptions, command: str) -> Results:
     """Runs a race."""
     with built(console, network) as made:
-        rows = _race(console, network, options, made.places)
+        rows = _race(console, network, options, made)
         late = made.late()
     return Results(
         command=command,
@@ -140,7 +144,10 @@ def train(
     """
     load = options.workload
     options = dataclasses.replace(options, workload=dataclasses.replace(load, compute=None))
-    racing = RaceOptions(workload=load, methods=_racing_methods(options.methods), rounds=rounds)
+    racing_methods = _racing_methods(options.methods)
+    if clock == "race":
+        racing_methods += [each.first_steps() for each in options.methods if each.searches]
+    racing = RaceOptions(workload=load, methods=racing_methods, rounds=rounds)
 
     def so_far(runs: list[TrainRun]) -> Results:
         return Results(
@@ -162,12 +169,13 @@ def train(
         save(so_far(runs), folder / RESULTS)
 
     with built(console, network) as slow:
-        rows = _race(console, network, racing, slow.places)
+        rows = _race(console, network, racing, slow)
         late = slow.late()
         if clock == "real":
             runs = _train(console, network, options, slow.places, next_run)
             late = max(late, slow.late())
     if clock == "race":
+        options = dataclasses.replace(options, methods=as_found(options.methods, rows))
         with built(console, network.unlimited()) as fast:
             runs = _train(console, network, options, fast.places, next_run)
     return so_far(runs)
@@ -180,16 +188,20 @@ def _racing_methods(methods: Sequence[Method]) -> list[Method]:
     return with_again(sorted([*ends, *others], key=lambda each: each.spec != "noop"))
 
 
-def _race(
-    console: Console, network: Network, options: RaceOptions, places: list[Place] | None
-) -> list[RaceRow]:
+def _race(console: Console, network: Network, options: RaceOptions, made: Built) -> list[RaceRow]:
     labels = [method.label for method in options.methods]
+    phases = len(network.later) + 1
+    starts = [options.rounds * phase // phases for phase in range(1, phases)]  # rounds done
+    waiting = list(zip(starts, network.later, strict=True))
     with progress(console, labels, options.rounds, "rounds") as advance:
 
         def show(turn: Turn) -> None:
             advance(turn.label, turn.round, f"{1e3 * turn.seconds:.0f} ms")
+            if waiting and turn.round >= waiting[0][0]:
+                for host, rate in zip(made.hosts, waiting.pop(0)[1], strict=True):
+                    host.limit(rate, network.delay)
 
-        ranks = launch(race_rank, network.ranks, options, show, places)
+        ranks = launch(race_rank, network.ranks, options, show, made.places)
     return race_rows(options, ranks)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -80,6 +80,7 @@ class TrainRun:
     owed_norm: list[float]
     evaluations: list[Evaluation]
     sample: str = ""
+    waited: list[float] = field(default_factory=list)  # seconds of each step; empty unless ours
 
     @property
     def final_loss(self) -> float:
@@ -185,6 +186,7 @@ class _Training:
             owed_norm=[each["owed_norm"] for each in stats],
             evaluations=self._evaluations,
             sample=sample,
+            waited=[each["seconds_waited"] for each in stats],
         )
 
     def _look_at_the_clock(self) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,12 +23,12 @@ from typing import TypeVar
 
 from topreduce.lab.network.namespaces import TOOLS, ClusterError, Helper, Namespace, tool
 from topreduce.lab.network.relay import Relay
+from topreduce.units import parse_rate
 
 Kept = TypeVar("Kept", bound=Helper)
 Rate = float | None  # bits per second; None: as fast as the machine
 
 INTERFACE = "eth0"
-_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _BUCKET_SECONDS = 1e-3  # smaller starves fast links, larger lets small messages through for free
 _QUEUE_SECONDS = 50e-3
 _LONGEST_FRAME = 1600  # bytes
@@ -51,6 +50,14 @@ class Host:
     namespace: Namespace
     address: str
     rate: Rate
+    hub: Namespace
+    port: str  # of the switch
+
+    def limit(self, rate: float, delay: float) -> None:
+        """Makes its link as slow as this, both ways; it may have had another rate before."""
+        limit = f"root handle 1: tbf {_limit(rate, delay)}"
+        self.namespace.configure("tc", [f"qdisc replace dev {INTERFACE} {limit}"])
+        self.hub.configure("tc", [f"qdisc replace dev {self.port} {limit}"])
 
     @property
     def place(self) -> Place:
@@ -84,16 +91,16 @@ def cluster_and_relay(
             hub.configure("ip", ["link add bridge type bridge", "link set bridge up"])
         hosts = []
         for number, rate in enumerate(rates):
-            host = Host(kept(Namespace()), f"10.77.0.{number + 1}", rate)
-            _connect(hub, host, f"port{number}", delay)
+            host = Host(kept(Namespace()), f"10.77.0.{number + 1}", rate, hub, f"port{number}")
+            _connect(host, delay)
             hosts.append(host)
         ports = [f"port{number}" for number in range(len(rates))]
         yield hosts, kept(Relay(hub, delay, ports)) if delay else None
 
 
-def _connect(hub: Namespace, host: Host, port: str, delay: float) -> None:
-    bridge = "" if delay else "master bridge"
-    hub.configure(
+def _connect(host: Host, delay: float) -> None:
+    bridge, port = "" if delay else "master bridge", host.port
+    host.hub.configure(
         "ip",
         [
             f"link add {port} type veth peer name {INTERFACE} netns {host.namespace.pid}",
@@ -113,9 +120,7 @@ def _connect(hub: Namespace, host: Host, port: str, delay: float) -> None:
     if delay:
         host.namespace.configure("ip", _offload(host.rate))
         host.namespace.run(functools.partial(_widen, 4 * host.rate / 8 * 2 * delay))
-    limit = f"root handle 1: tbf {_limit(host.rate, delay)}"
-    host.namespace.configure("tc", [f"qdisc add dev {INTERFACE} {limit}"])
-    hub.configure("tc", [f"qdisc add dev {port} {limit}"])
+    host.limit(host.rate, delay)
 
 
 def _offload(rate: float) -> list[str]:
@@ -148,21 +153,12 @@ def _limit(rate: float, delay: float) -> str:
 
 def parse_rates(words: str, hosts: int) -> list[Rate]:
     """One rate for all hosts, or one for each: "100mbit", "none", "1gbit,1gbit,10mbit"."""
-    rates = [_parse_rate(word.strip()) for word in words.split(",")]
+    rates = [parse_rate(word.strip()) for word in words.split(",")]
     if len(rates) == 1:
         return rates * hosts
     if len(rates) != hosts:
         raise ValueError(f"rate {words!r}: give one rate, or one for each of the {hosts} hosts")
     return rates
-
-
-def _parse_rate(word: str) -> Rate:
-    if word == "none":
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", word)
-    if match is None or float(match[1]) == 0:
-        raise ValueError(f"rate {word!r}: write it as 500kbit, 100mbit, 1gbit or none")
-    return float(match[1]) * _UNITS[match[2]]
 
 
 def rate_words(rate: Rate) -> str:

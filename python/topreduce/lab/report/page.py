@@ -83,6 +83,7 @@ def _body(several: Sequence[Results]) -> Iterator[str]:
     for results in several:
         for grid in grids(results):
             yield from _table(grid)
+    yield from _searches([row for row in rows if row.densities])
     if runs:
         yield from _over_time(runs)
         yield from _samples(runs)
@@ -120,10 +121,13 @@ def _over_time(runs: Sequence[TrainRun]) -> Iterator[str]:
         return
     curves: list[tuple[str, Callable[[TrainRun], list[float]]]] = [
         ("share of the entries that is sent", lambda run: run.density),
+        ("seconds that backward() waited", lambda run: run.waited),
         ("share of the energy that is settled", lambda run: run.kept_energy),
         ("norm of what a rank owes", lambda run: run.owed_norm),
     ]
     for title, values in curves:
+        if not any(values(run) for run in ours):
+            continue
         yield f"<h2>{title[0].upper()}{title[1:]}</h2>"
         yield from _lines("step", title, ours, functools.partial(_by_step, values), all_runs=runs)
 
@@ -189,6 +193,25 @@ def _steps(rows: Sequence[RaceRow]) -> Iterator[str]:
         ],
         "log",
     )
+
+
+def _searches(rows: Sequence[RaceRow]) -> Iterator[str]:
+    if not rows:
+        return
+    yield "<h2>How the density was found</h2>"
+    for row in rows:
+        yield f"<p>{escape(row.label)}: {escape(row.level)}; {escape(row.reason)}.</p>"
+    curves: list[tuple[str, Callable[[RaceRow], list[float]]]] = [
+        ("share of the entries to send", lambda row: row.densities),
+        ("part of the step that was waited", lambda row: row.waiting),
+    ]
+    for title, values in curves:
+        series = [
+            Series(row.label, _thinned([(i + 1.0, y) for i, y in enumerate(values(row))]), number)
+            for number, row in enumerate(rows)
+        ]
+        yield line_chart("step", title, series, "linear")
+    yield _legend([(number, row.label) for number, row in enumerate(rows)])
 
 
 def _step_bar(row: RaceRow, rows: Sequence[RaceRow]) -> Bar:

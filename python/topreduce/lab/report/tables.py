@@ -98,6 +98,11 @@ def stage_grid(results: Results) -> Grid:
         ["waited", *(f"{1e3 * row.stats['seconds_waited']:.1f} ms" for row in ours)],
         ["hidden", *(_percent(row.stats.get("hidden", 0.0)) for row in ours)],
         ["rounds", *(f"{row.stats['rounds']:.1f}" for row in ours)],
+        *(
+            [["level", *(row.level or "as set" for row in ours)]]
+            if any(r.level for r in ours)
+            else []
+        ),
         ["sent", *(_percent(row.stats["selected"] / row.stats["entries"]) for row in ours)],
         ["energy", *(_percent(row.stats["kept_energy"]) for row in ours)],
     ]
@@ -108,8 +113,9 @@ def stage_grid(results: Results) -> Grid:
         [
             "Stages run beside the backward pass; waited: how long backward() had to wait for them "
             "in the end; hidden: share of the exchanges that was over by then.",
-            "rounds: collectives, one after the other. sent: share of the entries. energy: share "
-            "of the squared norm of owed + gradient that was delivered.",
+            "rounds: collectives, one after the other. level: the density that was found, or the "
+            "format if everything is sent. sent: share of the entries. energy: share of the "
+            "squared norm of owed + gradient that was delivered.",
         ],
     )
 

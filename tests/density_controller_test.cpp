@@ -1,0 +1,314 @@
+// The search for the density, on simulated networks: it must find the highest level that hides,
+// soon, stay there, and follow what changes.
+
+#include "topreduce/tuning/density_controller.h"
+
+#include <cmath>
+#include <functional>
+#include <random>
+
+#include <gtest/gtest.h>
+
+namespace topreduce::tuning {
+namespace {
+
+constexpr double kEntries = 10e6;
+constexpr int kRanks = 4;
+constexpr int kSettled = 30;  // steps that a search may take
+
+/// Densities an eighth of an octave apart, then everything in 4, 8, 16 and 32 bits.
+std::vector<Rung> ladder() {
+  std::vector<Rung> rungs;
+  for (int i = 80; i >= 14; --i) {
+    const double density = std::exp2(-i / 8.0);
+    const double bits = 4.25 + 1.5 - std::log2(density);
+    rungs.push_back({{density, {}}, density * kEntries * (kRanks - 1) * bits / 8});
+  }
+  using wire::ValueFormat;
+  const std::pair<ValueFormat, double> formats[] = {{ValueFormat::int4, 4.25},
+                                                    {ValueFormat::int8, 8.25},
+                                                    {ValueFormat::bf16, 16},
+                                                    {ValueFormat::fp32, 32}};
+  for (const auto& [format, bits] : formats) {
+    rungs.push_back({{1, format}, 2 * kEntries * (kRanks - 1) / kRanks * bits / 8});
+  }
+  return rungs;
+}
+
+/// Hosts that compute and exchange at the same time, in buckets.
+struct Hosts {
+  double computed = 0.3;  // seconds, of which two thirds are the backward pass
+  double rate = 12.5e6;   // bytes per second
+  double latency = 1e-3;  // of a step's exchanges
+  double end = 2e-3;      // seconds from the last message to the means
+  double noise = 0;       // relative, of all times; one sided, with a long tail
+  int buckets = 40;
+  double work = 0, work_per_byte = 0;  // seconds of a processor
+  double slowdown = 0;                 // seconds of computing that a second of work costs
+
+  Measurement step(double bytes, std::mt19937& random) const {
+    std::exponential_distribution<double> tail(1);
+    const auto disturbed = [&](double seconds) { return seconds * (1 + noise * tail(random)); };
+    const double worked = work + work_per_byte * bytes;
+    const double backward = disturbed(computed * 2 / 3) + slowdown * worked;
+    const double overlap = backward * (buckets - 1) / buckets;
+    const double busy = disturbed(bytes / rate + latency);
+    const double exposed = std::max(busy - overlap, busy / buckets);
+    return {computed / 3 + backward, exposed + disturbed(end), busy, overlap, bytes, worked};
+  }
+  /// How much longer a step takes, beside one without any exchange.
+  double cost(double bytes) const {
+    std::mt19937 random;
+    const Measurement taken = step(bytes, random);
+    return (taken.computed + taken.waited) / computed - 1;
+  }
+  /// The highest rung that waits no longer than it may.
+  std::size_t best(const std::vector<Rung>& rungs, double overhead) const {
+    Hosts quiet = *this;
+    quiet.noise = 0;
+    std::mt19937 random;
+    std::size_t best = 0;
+    for (std::size_t i = 0; i < rungs.size(); ++i) {
+      if (quiet.step(rungs[i].bytes, random).share() <= overhead) best = i;
+    }
+    return best;
+  }
+};
+
+/// A controller at work; all numbers are told one step late, as in a run.
+class Training {
+ public:
+  explicit Training(const DensityController::Options& options = {}, unsigned seed = 1)
+      : controller(ladder(), 40, options), random_(seed) {}
+
+  void steps(const Hosts& hosts, int count) {
+    for (int i = 0; i < count; ++i) {
+      const Level level = controller.level();
+      const auto rung = std::ranges::find(rungs, level, &Rung::level);
+      visited.push_back(static_cast<std::size_t>(rung - rungs.begin()));
+      const double wanted = rung->bytes;
+      sent_ = follows < 1 && wanted < sent_ ? wanted / 2 : sent_ + follows * (wanted - sent_);
+      const Measurement taken = hosts.step(sent_, random_);
+      shares.push_back(taken.share());
+      if (last_) controller.note(step_ - 1, last_->first, last_->second);
+      last_ = {level, taken};
+      ++step_;
+    }
+  }
+  std::size_t rung() const { return visited.back(); }
+  /// How often the rung changed in the last steps.
+  int moves(std::size_t last) const {
+    int count = 0;
+    for (std::size_t i = visited.size() - last; i < visited.size(); ++i) {
+      count += visited[i] != visited[i - 1] ? 1 : 0;
+    }
+    return count;
+  }
+
+  std::vector<Rung> rungs = ladder();
+  DensityController controller;
+  std::vector<std::size_t> visited;
+  std::vector<double> shares;
+  double follows = 1;  // of the way to the entries that are asked for, in a step
+
+ private:
+  double sent_ = 0;  // bytes
+  std::mt19937 random_;
+  std::uint64_t step_ = 0;
+  std::optional<std::pair<Level, Measurement>> last_;
+};
+
+/// At most `below` rungs below the best, and not above.
+void expect_best(const Training& run, const Hosts& hosts, double overhead, std::size_t below = 2) {
+  const std::size_t best = hosts.best(run.rungs, overhead);
+  EXPECT_LE(run.rung(), best);
+  EXPECT_GE(run.rung() + below, best);
+}
+
+constexpr double kMbit = 1e6 / 8;
+
+TEST(DensityController, FindsTheBestOnEveryNetwork) {
+  for (const double mbit : {20., 50., 100., 200., 500., 1000., 2500., 10000., 100000.}) {
+    for (const double computed : {0.05, 0.3, 2.0}) {
+      SCOPED_TRACE(std::to_string(mbit) + " Mb/s, " + std::to_string(computed) + " s");
+      const Hosts hosts{.computed = computed, .rate = mbit * kMbit};
+      Training run;
+      run.steps(hosts, kSettled + 5);
+      EXPECT_TRUE(run.controller.settled());
+      expect_best(run, hosts, 0.05);
+      run.steps(hosts, 60);
+      EXPECT_EQ(run.moves(60), 0) << "it holds still";
+    }
+  }
+}
+
+TEST(DensityController, WhereEverythingHidesItIsSentAsItIs) {
+  Training run;
+  run.steps({.rate = 10000 * kMbit}, kSettled);
+  EXPECT_EQ(run.controller.level(), (Level{1, wire::ValueFormat::fp32}));
+}
+
+TEST(DensityController, FollowsARateThatChanges) {
+  const Hosts fast{.rate = 1000 * kMbit}, slow{.rate = 100 * kMbit};
+  Training run;
+  run.steps(fast, 100);
+  expect_best(run, fast, 0.05);
+  run.steps(slow, kSettled);
+  expect_best(run, slow, 0.05);
+  run.steps(slow, 50);
+  run.steps(fast, kSettled);
+  expect_best(run, fast, 0.05);
+}
+
+TEST(DensityController, FollowsABatchThatChanges) {
+  const Hosts small{.computed = 0.15}, large{.computed = 0.6};
+  Training run;
+  run.steps(small, 50);
+  run.steps(large, kSettled);
+  expect_best(run, large, 0.05);
+  run.steps(small, kSettled);
+  expect_best(run, small, 0.05);
+}
+
+TEST(DensityController, HoldsStillForLong) {
+  const Hosts hosts{.rate = 100 * kMbit};
+  Training run;
+  run.steps(hosts, 50);
+  run.steps(hosts, 2000);
+  EXPECT_LE(run.moves(2000), 14) << "now and then it looks at the next rung, ever more rarely";
+  expect_best(run, hosts, 0.05);
+}
+
+TEST(DensityController, NoiseMovesItLittle) {
+  for (unsigned seed = 1; seed <= 20; ++seed) {
+    SCOPED_TRACE(seed);
+    const Hosts hosts{.rate = 200 * kMbit, .noise = 0.05};
+    Training run({}, seed);
+    run.steps(hosts, 100);
+    expect_best(run, hosts, 0.05, 8);
+    run.steps(hosts, 300);
+    EXPECT_LE(run.moves(300), 16);
+    std::vector<double> shares(run.shares.end() - 300, run.shares.end());
+    std::ranges::sort(shares);
+    EXPECT_LE(shares[150], 0.08);
+  }
+}
+
+TEST(DensityController, SpendsMoreInTheFirstSteps) {
+  const Hosts hosts{.rate = 100 * kMbit};
+  Training run({.overhead = 0.05, .early_overhead = 0.3, .early_steps = 60});
+  run.steps(hosts, 55);
+  expect_best(run, hosts, 0.3);
+  const std::size_t early = run.rung();
+  run.steps(hosts, 5 + kSettled);
+  expect_best(run, hosts, 0.05);
+  EXPECT_LT(run.rung(), early);
+}
+
+TEST(DensityController, KeepsToTheBytes) {
+  const Hosts hosts{.rate = 1000 * kMbit};
+  Training run({.most_bytes = 1e6});
+  run.steps(hosts, kSettled);
+  EXPECT_TRUE(run.controller.settled());
+  EXPECT_LE(run.rungs[run.rung()].bytes, 1e6);
+  EXPECT_GE(run.rungs[run.rung()].bytes, 0.8e6);
+}
+
+// The end of a step takes longer than may be waited: it would be no quicker with less.
+TEST(DensityController, DoesNotGiveUpEntriesForNothing) {
+  const Hosts hosts{.rate = 1000 * kMbit, .end = 0.03};
+  Training run;
+  run.steps(hosts, 2 * kSettled);
+  EXPECT_TRUE(run.controller.settled());
+  EXPECT_GE(run.rung(), 40u) << "no lower than where it started";
+  EXPECT_NE(run.controller.reason().find("fewer bytes would save no time"), std::string::npos)
+      << run.controller.reason();
+}
+
+// Cores that are shared: work beside the computing makes that longer.
+TEST(DensityController, LimitsWhatItCostsInAll) {
+  const Hosts hosts{.rate = 1000 * kMbit, .work = 5e-3, .work_per_byte = 5e-9, .slowdown = 1};
+  Training run;
+  run.steps(hosts, 2 * kSettled);
+  EXPECT_TRUE(run.controller.settled());
+  EXPECT_LE(hosts.cost(run.rungs[run.rung()].bytes), 0.08);
+  EXPECT_GE(hosts.cost(run.rungs[run.rung() + 3].bytes), 0.06) << "no less than need be";
+  EXPECT_NE(run.controller.reason().find("shares the processor"), std::string::npos);
+
+  Hosts apart = hosts;
+  apart.slowdown = 0;
+  Training other;
+  other.steps(apart, kSettled);
+  expect_best(other, apart, 0.05);
+  EXPECT_GT(other.rung(), run.rung());
+}
+
+// Even the least costs too much: then what is beyond that is limited.
+TEST(DensityController, TakesTheProcessorAsItIs) {
+  const Hosts hosts{.rate = 100 * kMbit, .work = 30e-3, .work_per_byte = 5e-9, .slowdown = 1};
+  Training run;
+  run.steps(hosts, 2 * kSettled);
+  EXPECT_TRUE(run.controller.settled());
+  expect_best(run, hosts, 0.05);
+  run.steps(hosts, 60);
+  EXPECT_EQ(run.moves(60), 0);
+}
+
+TEST(DensityController, WhatCannotBeSavedIsNoReasonToSpendMore) {
+  const Hosts hosts{.rate = 1000 * kMbit, .work = 30e-3, .work_per_byte = 16e-9, .slowdown = 1};
+  Training run;
+  run.steps(hosts, 2 * kSettled);
+  EXPECT_TRUE(run.controller.settled());
+  const double least = hosts.cost(run.rungs[0].bytes);
+  EXPECT_LE(hosts.cost(run.rungs[run.rung()].bytes), least + 0.09);
+  EXPECT_GE(hosts.cost(run.rungs[run.rung() + 4].bytes), least + 0.05) << "no less than need be";
+}
+
+// Where fewer are asked for a threshold is too high at first: half of them, and more in each step.
+TEST(DensityController, DoesNotWaitForAThresholdThatFollows) {
+  for (const double mbit : {50., 100., 1000.}) {
+    SCOPED_TRACE(mbit);
+    const Hosts hosts{.rate = mbit * kMbit};
+    Training run;
+    run.follows = 0.3;
+    run.steps(hosts, 2 * kSettled);
+    EXPECT_TRUE(run.controller.settled());
+    const std::size_t best = hosts.best(run.rungs, 0.05);
+    EXPECT_LE(run.rung(), best + 1);
+    EXPECT_GE(run.rung() + 3, best);
+  }
+}
+
+TEST(DensityController, GoesOnWhereItWas) {
+  const Hosts hosts{.rate = 100 * kMbit};
+  Training run;
+  run.steps(hosts, 50);
+  DensityController other(ladder(), 40, {});
+  other.resume(run.controller.level(), run.controller.settled());
+  EXPECT_EQ(other.level(), run.controller.level());
+  EXPECT_TRUE(other.settled());
+}
+
+TEST(Choices, AreText) {
+  Choices choices;
+  for (int i = 0; i < 12; ++i) choices.append({0.0313, {}});
+  choices.append({0.0625, {}});
+  for (int i = 0; i < 3; ++i) choices.append({1, wire::ValueFormat::int8});
+  EXPECT_EQ(choices.text(), "0.0313*12 0.0625 int8*3");
+  const Choices read = Choices::parse("[0.0313*12, 0.0625, 'int8*3']");
+  EXPECT_EQ(read.text(), choices.text());
+  EXPECT_EQ(read.steps(), 16u);
+  EXPECT_EQ(read.at(11).density, 0.0313);
+  EXPECT_EQ(read.at(12).density, 0.0625);
+  EXPECT_EQ(read.at(1000), (Level{1, wire::ValueFormat::int8}));
+  choices.cut(13);
+  EXPECT_EQ(choices.text(), "0.0313*12 0.0625");
+  choices.cut(5);
+  EXPECT_EQ(choices.text(), "0.0313*5");
+  for (const char* wrong : {"0", "2", "int9", "0.1*", "0.1*0", "0.1*-1", "*3", "0.1x"}) {
+    EXPECT_THROW(Choices::parse(wrong), std::invalid_argument) << wrong;
+  }
+}
+
+}  // namespace
+}  // namespace topreduce::tuning

@@ -1,0 +1,357 @@
+#include "topreduce/tuning/density_controller.h"
+
+#include <algorithm>
+#include <array>
+#include <cassert>
+#include <cmath>
+#include <span>
+#include <sstream>
+
+namespace topreduce::tuning {
+namespace {
+
+constexpr std::uint64_t kFirstSteps = 2;  // which also allocate, connect and learn the order
+constexpr std::size_t kMostLooks = 9;
+constexpr std::size_t kEnough = 3;  // looks, where the first two leave a doubt
+constexpr double kDoubt = 0.25;     // of what may be waited
+constexpr std::size_t kNear = 2;    // rungs between good and bad that are not worth another look
+
+// Holding still.
+constexpr std::size_t kMedian = 5;        // steps
+constexpr double kTooLong = 1.3;          // times what is allowed ...
+constexpr double kTooLongBeside = 0.005;  // ... and this part of a step
+constexpr double kQuicker = 0.7;          // exchanges, times the usual
+constexpr double kMatters = 0.25;         // of the room: what exchanges take, to be looked at
+constexpr double kLonger = 1.25;          // computing, times the usual
+constexpr std::uint64_t kFirstPatience = 100, kLongestPatience = 1024;  // steps until another try
+
+// Going up and down: factors of bytes.
+constexpr double kLeastUp = 1.1, kMostUp = 32, kLeastDown = 1.0 / 32, kMostDown = 0.9;
+constexpr double kOfTheRoom = 0.95;
+
+// All that it costs, by waiting and by work on cores that compute, times what may be waited.
+constexpr double kInAll = 1.4;
+constexpr double kShares = 0.5;  // of the work that makes the computing longer: cores are shared
+constexpr double kHardlyLess = 0.85;  // waiting and work, with half of the bytes
+constexpr double kTellsWork = 0.01;   // of the computing: differences of work that tell anything
+constexpr std::size_t kMostVisits = 32;
+constexpr double kAsForetold = 0.9;  // bytes
+
+// Waiting that bytes are not to blame for.
+constexpr double kClearlyFewer = 0.7, kHardlyShorter = 0.8, kAboveFloor = 1.1;
+
+double median(std::span<double> values) {
+  std::ranges::sort(values);
+  const std::size_t half = values.size() / 2;
+  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
+}
+
+}  // namespace
+
+DensityController::DensityController(std::vector<Rung> ladder, std::size_t start,
+                                     const Options& options)
+    : ladder_(std::move(ladder)),
+      options_(options),
+      overhead_(options.early_steps > 0 ? options.early_overhead : options.overhead),
+      rung_(start),
+      patience_(kFirstPatience) {
+  assert(rung_ < ladder_.size());
+  looks_.reserve(kMostLooks);  // a step allocates nothing
+  visits_.reserve(kMostVisits);
+}
+
+void DensityController::note(std::uint64_t step, const Level& used, const Measurement& taken) {
+  const double target = step < options_.early_steps ? options_.early_overhead : options_.overhead;
+  if (target != overhead_) {  // the first steps are over: what was seen of this rung still holds
+    overhead_ = target;
+    look_for(nullptr);
+  }
+  if (step < kFirstSteps || used != level() || !taken.known()) return;
+  if (to_skip_ > 0) {
+    --to_skip_;
+    return;
+  }
+  if (looks_.size() == kMostLooks) looks_.erase(looks_.begin());
+  looks_.push_back(taken);
+  state_ == State::search ? search() : hold();
+}
+
+double DensityController::allowed(const Measurement& taken) const {
+  return std::max(overhead_ * (taken.computed + taken.waited), floor_);
+}
+
+bool DensityController::fits(const Measurement& taken) const {
+  if (options_.most_bytes > 0 && taken.bytes > options_.most_bytes) return false;
+  return taken.waited <= allowed(taken) && fits_processor(taken);
+}
+
+double DensityController::cost(const Measurement& taken) const {
+  return taken.waited + slowdown_ * taken.busy;
+}
+
+double DensityController::allowed_in_all(const Measurement& taken) const {
+  return std::max(given_, floor_) + kInAll * overhead_ * (taken.computed + taken.waited);
+}
+
+bool DensityController::fits_processor(const Measurement& taken) const {
+  return cost(taken) <= allowed_in_all(taken);
+}
+
+// Whether the computing takes longer with more work beside it, by a line through all visits. Its
+// slope is too uncertain for more than that: cores are shared, or they are not.
+void DensityController::learn_processor() {
+  double work = 0, computed = 0, least = Measurement::kUnknown, most = 0;
+  for (const Visit& visit : visits_) {
+    work += visit.taken.busy;
+    computed += visit.taken.computed;
+    least = std::min(least, visit.taken.busy);
+    most = std::max(most, visit.taken.busy);
+  }
+  const auto count = static_cast<double>(visits_.size());
+  work /= count;
+  computed /= count;
+  if (most - least < kTellsWork * computed) return;
+  double products = 0, squares = 0;
+  for (const Visit& visit : visits_) {
+    const double more = visit.taken.busy - work;
+    products += more * (visit.taken.computed - computed);
+    squares += more * more;
+  }
+  slowdown_ = products > kShares * squares ? 1 : 0;
+}
+
+// What is known of the rungs, by what is known of the processor now.
+void DensityController::sort_out() {
+  good_.reset();
+  bad_.reset();
+  for (const Visit& visit : visits_) {
+    if (fits(visit.taken) && visit.rung >= good_.value_or(0)) good_ = visit.rung;
+  }
+  for (const Visit& visit : visits_) {
+    const bool above = !good_ || visit.rung > *good_;
+    if (above && !fits(visit.taken) && visit.rung <= bad_.value_or(visit.rung)) bad_ = visit.rung;
+  }
+}
+
+Measurement DensityController::median_of_last(std::size_t count) const {
+  const auto last = std::span(looks_).last(std::min(count, looks_.size()));
+  const auto of = [&](double Measurement::*member) {
+    std::array<double, kMostLooks> values;
+    std::ranges::transform(last, values.begin(),
+                           [&](const Measurement& look) { return look.*member; });
+    return median(std::span(values).first(last.size()));
+  };
+  return {of(&Measurement::computed), of(&Measurement::waited), of(&Measurement::exchanging),
+          of(&Measurement::overlap),  of(&Measurement::bytes),  of(&Measurement::busy)};
+}
+
+// The highest rung with at most so many bytes; the lowest if there is none.
+std::size_t DensityController::rung_with(double bytes) const {
+  const auto above = std::ranges::upper_bound(ladder_, bytes, {}, &Rung::bytes);
+  return above == ladder_.begin() ? 0 : static_cast<std::size_t>(above - ladder_.begin()) - 1;
+}
+
+void DensityController::move_to(std::size_t rung) {
+  rung_ = rung;
+  looks_.clear();
+  to_skip_ = 1;
+}
+
+// A search begins, from what is known of the rung that was held, if it is.
+void DensityController::look_for(const Measurement* held) {
+  state_ = State::search;
+  good_.reset();
+  bad_.reset();
+  visits_.clear();
+  stride_ = 1;
+  floor_ = 0;
+  given_ = 0;
+  slower_.reset();
+  if (held == nullptr) return;
+  visits_.push_back({rung_, *held});
+  sort_out();
+}
+
+void DensityController::settle(std::size_t rung) {
+  state_ = State::hold;
+  usual_.reset();
+  held_ = 0;
+  if (rung != rung_) move_to(rung);
+}
+
+// What exchanges can use before the last gradient comes, and what may be waited, is the room. Work
+// grows no faster than the bytes.
+void DensityController::go_up(const Measurement& taken) {
+  const double room = taken.overlap + allowed(taken);
+  double factor = kMostUp;
+  if (taken.exchanging * kMostUp > room) factor = kOfTheRoom * room / taken.exchanging;
+  if (slowdown_ > 0) factor = std::min(factor, allowed_in_all(taken) / cost(taken));
+  if (options_.most_bytes > 0 && taken.bytes > 0) {
+    factor = std::min(factor, options_.most_bytes / taken.bytes);
+  }
+  const double bytes = ladder_[rung_].bytes * std::clamp(factor, kLeastUp, kMostUp);
+  try_next(std::max(rung_with(bytes), rung_ + stride_));
+  stride_ *= 2;
+}
+
+// What was too long would have taken so many bytes of the exchange.
+void DensityController::go_down(const Measurement& taken) {
+  double factor = 1;
+  const double too_long = taken.waited - allowed(taken);
+  if (too_long > 0) factor = taken.exchanging > 0 ? 1 - too_long / taken.exchanging : kLeastDown;
+  if (!fits_processor(taken)) factor = std::min(factor, allowed_in_all(taken) / cost(taken));
+  if (options_.most_bytes > 0 && taken.bytes > 0) {
+    factor = std::min(factor, options_.most_bytes / taken.bytes);
+  }
+  const double bytes = ladder_[rung_].bytes * std::clamp(factor, kLeastDown, kMostDown);
+  stride_ = 1;
+  try_next(std::min(rung_with(bytes), rung_ - 1));
+}
+
+// Clearly fewer bytes than another rung, and yet hardly less waiting and work.
+bool DensityController::saves_little(const Measurement& taken) const {
+  const auto all = [](const Measurement& of) { return of.waited + of.busy; };
+  return std::ranges::any_of(visits_, [&](const Visit& visit) {
+    return taken.bytes < visit.taken.bytes / 2 && all(taken) > kHardlyLess * all(visit.taken);
+  });
+}
+
+// A threshold may need some steps to follow the density. Fewer bytes than other rungs foretell tell
+// of a lower rung: this one. What sends everything needs no steps, and tells nothing of the others.
+std::size_t DensityController::rung_sent(const Measurement& taken) const {
+  if (level().everything()) return rung_;
+  double usual = 0;
+  for (const Visit& visit : visits_) {
+    if (ladder_[visit.rung].level.everything()) continue;
+    usual = std::max(usual, visit.taken.bytes / ladder_[visit.rung].bytes);
+  }
+  if (taken.bytes >= kAsForetold * usual * ladder_[rung_].bytes) return rung_;
+  return std::min(rung_with(taken.bytes / usual), rung_);
+}
+
+// Not too near to what is known: where the bytes tell nothing, halves of what is left.
+void DensityController::try_next(std::size_t rung) {
+  if (good_ && bad_) {
+    const std::size_t between = *bad_ - *good_, margin = between / 5;
+    if (rung <= *good_ + margin || rung + margin >= *bad_) rung = *good_ + between / 2;
+  }
+  move_to(std::min(rung, ladder_.size() - 1));
+}
+
+void DensityController::search() {
+  if (looks_.size() < 2) return;
+  if (looks_.size() == 2 && fits(looks_[0]) != fits(looks_[1])) return;
+  const Measurement taken = median_of_last(kEnough);
+  const double limit = allowed(taken);
+  const bool doubtful = std::abs(taken.waited - limit) < kDoubt * limit;
+  if (doubtful && looks_.size() < kEnough) return;
+  std::size_t sent = rung_sent(taken);
+  if (sent != rung_) {
+    const bool news = (!good_ || sent > *good_) && (!bad_ || sent < *bad_);
+    if (!news && looks_.size() < kMostLooks) return;
+    if (!news) sent = rung_;
+  }
+  std::erase_if(visits_, [&](const Visit& visit) { return visit.rung == sent; });
+  if (visits_.size() < kMostVisits) visits_.push_back({sent, taken});
+  learn_processor();
+  sort_out();
+  if (!good_ && slower_ && taken.waited > allowed(taken) &&
+      taken.bytes < kClearlyFewer * slower_->bytes &&
+      taken.waited > kHardlyShorter * slower_->waited) {
+    // Fewer bytes are no remedy: what is left is the end of every step.
+    floor_ = kAboveFloor * std::max(taken.waited, slower_->waited);
+    sort_out();
+    if (good_) return settle(*good_);
+  }
+  if (!good_ && (bad_ == 0 || saves_little(taken)) && taken.waited <= allowed(taken)) {
+    given_ = cost(taken);
+    sort_out();
+  }
+  if (taken.waited > allowed(taken)) slower_ = taken;
+  if (!good_ && bad_ == 0) return settle(0);
+  if (good_ == ladder_.size() - 1) return settle(*good_);
+  if (good_ && bad_ && *bad_ - *good_ <= kNear) return settle(*good_);
+  // From the nearest rung that is known.
+  const bool from_good = good_ && (!bad_ || sent == *good_);
+  const std::size_t from = from_good ? *good_ : *bad_;
+  const auto visit = std::ranges::find(visits_, from, &Visit::rung);
+  const Measurement known = visit->taken;
+  rung_ = from;
+  from_good ? go_up(known) : go_down(known);
+}
+
+void DensityController::hold() {
+  ++held_;
+  if (looks_.size() < 3) return;
+  const Measurement recent = median_of_last(kMedian);
+  if (!usual_ && looks_.size() >= kMedian) usual_ = recent;
+  const bool too_many =
+      options_.most_bytes > 0 && recent.bytes > options_.most_bytes * (1 + overhead_);
+  const bool too_long = looks_.size() >= kMedian &&
+                        recent.waited > kTooLong * allowed(recent) +
+                                            kTooLongBeside * (recent.computed + recent.waited);
+  if ((too_long || too_many) && rung_ > 0) {
+    patience_ = kFirstPatience;
+    look_for(&recent);
+    slower_ = recent;
+    bad_ = rung_;
+    return go_down(recent);
+  }
+  if (!usual_ || rung_ + 1 == ladder_.size()) return;
+  const bool matters = usual_->exchanging > kMatters * (usual_->overlap + allowed(*usual_));
+  const bool quicker = matters && recent.exchanging < kQuicker * usual_->exchanging;
+  const bool longer = recent.computed > kLonger * usual_->computed;
+  if ((quicker || longer) && fits(recent)) {
+    patience_ = kFirstPatience;
+    look_for(&recent);
+    return go_up(recent);
+  }
+  if (recent.exchanging * kQuicker > usual_->exchanging ||
+      recent.computed * kLonger < usual_->computed) {
+    usual_ = recent;
+  }
+  if (held_ < patience_ || !fits(recent)) return;
+  patience_ = std::min(2 * patience_, kLongestPatience);
+  const double floor = floor_;
+  const double given = given_;
+  look_for(&recent);
+  floor_ = floor;
+  given_ = given;
+  sort_out();
+  move_to(rung_ + 1);
+}
+
+void DensityController::resume(const Level& level, bool settled) {
+  const auto distance = [&](const Rung& rung) {
+    const double apart = std::abs(rung.level.density - level.density);
+    return apart + (rung.level.everything() && rung.level.values != level.values ? 1 : 0);
+  };
+  const auto nearest = std::ranges::min_element(ladder_, {}, distance);
+  look_for(nullptr);
+  looks_.clear();
+  rung_ = static_cast<std::size_t>(nearest - ladder_.begin());
+  to_skip_ = 1;
+  if (settled) settle(rung_);
+}
+
+std::string DensityController::reason() const {
+  std::ostringstream text;
+  text.precision(2);
+  const auto percent = [](double share) { return 100 * share; };
+  text << (settled() ? "settled" : "searching");
+  if (!looks_.empty()) {
+    text << ": waits " << percent(median_of_last(kMedian).share()) << " % of a step";
+  }
+  text << ", " << percent(overhead_) << " % allowed";
+  if (settled() && rung_ + 1 == ladder_.size()) text << "; there is no more to send";
+  if (settled() && rung_ == 0 && ladder_.size() > 1) text << "; it may not be less";
+  if (slowdown_ > 0 && !looks_.empty()) {
+    const Measurement recent = median_of_last(kMedian);
+    const double slower = slowdown_ * recent.busy / (recent.computed + recent.waited);
+    text << "; shares the processor for another " << percent(slower) << " %";
+  }
+  if (floor_ > 0) text << "; fewer bytes would save no time";
+  return text.str();
+}
+
+}  // namespace topreduce::tuning

@@ -1,0 +1,100 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "topreduce/tuning/level.h"
+#include "topreduce/tuning/measurement.h"
+
+namespace topreduce::tuning {
+
+/// A level, and the bytes that each rank is expected to send in a step with it.
+struct Rung {
+  Level level;
+  double bytes = 0;
+};
+
+/// Finds the highest rung of a ladder on which a step waits no longer than it may, and stays there
+/// until the network or the computing changes.
+///
+/// Each rung is tried for a few steps. Where to go next is told by the bytes: what is exchanged
+/// while gradients are computed is free, and what exceeds that is waited for. Between a rung that
+/// was quick enough and one that was not the search goes on until they are neighbours, or nearly.
+/// Where cores are shared, the exchange also slows the computing down. How much of its work does so
+/// is told by rungs with more and less of it; what it costs in all is limited as well.
+/// Then it holds still: it moves again if the median of several steps waits too long, if exchanges
+/// or the computing take clearly another time than when it settled, and, ever more rarely, to see
+/// if the next rung will do after all.
+///
+/// There is no clock in it, nor anything random: ranks that note the same numbers decide alike.
+class TOPREDUCE_API DensityController {
+ public:
+  struct Options {
+    double overhead = 0.05;        ///< the part of a step that may be waited
+    double early_overhead = 0.05;  ///< the same in the first `early_steps`
+    std::uint64_t early_steps = 0;
+    double most_bytes = 0;  ///< of a step; 0: any number
+  };
+
+  /// `ladder`: by ascending bytes, at least one rung; `start`: a place on it.
+  DensityController(std::vector<Rung> ladder, std::size_t start, const Options& options);
+
+  /// Of the next step.
+  const Level& level() const { return ladder_[rung_].level; }
+  /// What step number `step` took, made with level `used`.
+  void note(std::uint64_t step, const Level& used, const Measurement& taken);
+
+  bool settled() const { return state_ == State::hold; }
+  /// Goes on at the rung nearest to `level`; `settled`: without a search.
+  void resume(const Level& level, bool settled);
+  /// In words, why this level.
+  std::string reason() const;
+
+ private:
+  enum class State { search, hold };
+
+  void search();
+  void hold();
+  void learn_processor();
+  void sort_out();
+  double cost(const Measurement& taken) const;
+  double allowed_in_all(const Measurement& taken) const;
+  bool fits_processor(const Measurement& taken) const;
+  std::size_t rung_sent(const Measurement& taken) const;
+  bool saves_little(const Measurement& taken) const;
+  void settle(std::size_t rung);
+  void look_for(const Measurement* held);
+  void move_to(std::size_t rung);
+  void try_next(std::size_t rung);
+  void go_up(const Measurement& taken);
+  void go_down(const Measurement& taken);
+  bool fits(const Measurement& taken) const;
+  double allowed(const Measurement& taken) const;
+  std::size_t rung_with(double bytes) const;
+  Measurement median_of_last(std::size_t count) const;
+
+  std::vector<Rung> ladder_;
+  Options options_;
+  double overhead_;  // of the last step noted
+  State state_ = State::search;
+  std::size_t rung_;
+  std::size_t stride_ = 1;  // up, if the bytes tell no more
+  std::optional<std::size_t> good_, bad_;
+  struct Visit {
+    std::size_t rung;
+    Measurement taken;
+  };
+  std::vector<Visit> visits_;          // rungs that this search has tried
+  double slowdown_ = 0;                // seconds of computing that a second of work costs
+  double given_ = 0;                   // seconds of waiting and work that fewer bytes hardly save
+  int to_skip_ = 0;                    // steps before the stages have followed a change
+  std::vector<Measurement> looks_;     // at this rung, oldest first
+  double floor_ = 0;                   // seconds of waiting that fewer bytes do not shorten
+  std::optional<Measurement> slower_;  // what was measured on the last rung that was too slow
+  std::optional<Measurement> usual_;   // what was measured when it settled
+  std::uint64_t held_ = 0, patience_;
+};
+
+}  // namespace topreduce::tuning
