@@ -70,7 +70,7 @@ def test_average_is_a_whole_step() -> None:
 def test_the_cost_of_a_step_is_readable() -> None:
     stats = used_reducer().stats
     words = repr(stats)
-    assert words.startswith("StepStats(step=0, entries=26, budget=5, ")
+    assert words.startswith("StepStats(step=0, entries=26, density=0.2, budget=5, ")
     for name, value in stats.as_dict().items():
         assert f"{name}={value!r}" in words
 
