@@ -1,6 +1,7 @@
 """A run that torchrun starts again from what was saved; see test_examples.
 
-torchrun --max-restarts 1 --nproc-per-node 2 python/tests/elastic_restart.py FOLDER
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 1 --nproc-per-node 2 \\
+    python/tests/elastic_restart.py FOLDER
 """
 
 import os
