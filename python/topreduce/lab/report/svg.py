@@ -78,7 +78,7 @@ def line_chart(
     for name, level in levels:
         y = y_axis.place(level)
         parts.append(f'<path class="level" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
-        parts.append(_text(_WIDTH - _RIGHT - 4, y - 5, name, "end"))
+        parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, y - 5, name, "middle"))
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     parts.append(_text(middle, _HEIGHT - 8, x_label, "middle", "axis"))
     height = (_TOP + _HEIGHT - _BOTTOM) / 2
