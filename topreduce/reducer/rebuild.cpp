@@ -152,7 +152,9 @@ RebuildPlan Reducer::Impl::plan_rebuild(Communicator& communicator) {
   }
   communicator.enter({comm::Place::Kind::rebuild, 0});
   // With method=auto the exchange follows from the number of ranks, which differs for who joins.
-  expect_same_text(communicator, given.name == "auto" ? describe(layout, given) : description);
+  expect_same_text(communicator, given.name == "auto"
+                                     ? describe(layout, Pipeline(layout, given).spec)
+                                     : description);
   std::vector<Card> cards;
   const auto gather = [&] {
     Card mine{.step = step,
