@@ -15,6 +15,7 @@ from topreduce.torch.state_files import Place, StateFile
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {
+    "torch_ddp": (2, 19210),
     "torch_module": (2, 19210),
     "torch_fsdp": (4, 19210),
     "lightning_fsdp": (4, 19210),
@@ -54,11 +55,6 @@ def run_alone(*command: str, **environment: str) -> str:
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
-
-
-def test_torchrun_itself() -> None:
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    check_traffic(run_alone(*torchrun, "examples/torch_ddp.py"), 19210)
 
 
 def test_torchrun_starts_ranks_again_from_what_they_saved(tmp_path: Path) -> None:
