@@ -1,7 +1,7 @@
 // Data-parallel training of a small language model under MPI, dense and with us:
 //
 //   mpirun -n 4 train_mpi                         both, for 400 steps
-//   mpirun -n 4 train_mpi --steps 1000 topk:density=0.01 arc_topk:density=0.1
+//   mpirun -n 4 train_mpi --steps 1000 topk:density=0.01,warmup_steps=10,ramp_steps=100
 
 #include <cstdio>
 #include <exception>
