@@ -107,11 +107,19 @@ once() {
 
 # setup_tools <group ...>: packages, .venv and what goes into it; quick when all is there.
 setup_tools() {
+  setup_system "$@" && setup_requirements
+}
+
+# setup_system <group ...>: Debian packages, and an empty .venv.
+setup_system() {
   mkdir -p "$logs"
   venv_works || set -- "$@" python
   ensure_packages "$@" || return
   use_ccache
-  venv_works || step 'python environment .venv' venv make_venv || return
+  venv_works || step 'python environment .venv' venv make_venv
+}
+
+setup_requirements() {
   once requirements "$("$python" -V) $(digest requirements/dev.txt)" \
     'pip install -r requirements/dev.txt' requirements pip_install -r requirements/dev.txt
 }

@@ -89,7 +89,12 @@ parts_beside() {
   for name in "$@"; do part "$name" "$name"; done
 }
 
-# lint, docs and fuzz run beside the C++ builds; the Python tests have the machine for themselves.
+package() {
+  setup_requirements && setup_package
+}
+
+# What goes into .venv, lint, docs and fuzz run beside the C++ parts; the Python tests have the machine
+# for themselves.
 run_tests() {
   local name beside=() main=() files=() groups=(build test lab docs)
   while (($#)); do
@@ -106,14 +111,13 @@ run_tests() {
   done
   ((${#main[@]} + ${#beside[@]})) || beside=(lint docs fuzz) main=(asan tsan release mpi python)
 
-  if ! setup_tools "${groups[@]}"; then
+  if [[ " ${main[*]} ${beside[*]} " =~ ' '(python|lint)' ' ]]; then beside=(package "${beside[@]}"); fi
+
+  if ! setup_system "${groups[@]}"; then
     printf '0 passed, 1 failed\n'
     return 1
   fi
   rm -f "$logs"/*.part
-  if [[ " ${main[*]} ${beside[*]} " =~ ' '(python|lint)' ' ]]; then
-    part package setup_package && files+=("$logs/package.part")
-  fi
   parts_beside "${beside[@]}" >"$logs/beside.txt" 2>&1 &
   for name in "${main[@]}"; do
     [[ $name == python ]] || part "$name" cpp "$name" "$@"
