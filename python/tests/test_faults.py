@@ -13,7 +13,6 @@ import torch.distributed as dist
 from models import Run, owed
 from models import attach_at_once as attach
 from processes import Processes, Rank, group
-from torch.distributed.distributed_c10d import _get_default_store
 
 from topreduce.torch import CommError
 
@@ -57,15 +56,6 @@ def lose_a_rank(
     seconds = time.monotonic() - started
     assert torch.equal(owed(sync), debt)
     assert run.mean_gradient().count_nonzero() == 0
-<<<<<<< HEAD
-=======
-    store, ended = _get_default_store(), f"ended {phase} {how} {patience}"
-    store.add(ended, 1)
-    while rank.rank == 0 and store.add(ended, 0) < 2:
-        time.sleep(0.01)
-    if how == "stop" and rank.rank == 0:
-        os.kill(processes[VICTIM], signal.SIGCONT)  # it finds that the others have gone
->>>>>>> 4a6fe0c981bfeadf04732b4465f063d0a63781e3
     if how == "stop":
         dist.barrier(survivors)  # or what it still sends lets one of them get further
         if rank.rank == 0:
