@@ -79,7 +79,8 @@ def test_one_broken_rank_stops_all_at_once(
         assert "the cable is cut" in message
         assert "detach()" in message
         if rank != 1:
-            assert message.startswith("rank 1 gave up: CommError")
+            # A peer that gave up because of it may be heard first.
+            assert re.match(r"(rank \d gave up: )?rank 1 gave up: CommError: ", message), message
             assert f"; noticed by rank {rank} of {ranks}, step {healthy}, " in message
 
 
