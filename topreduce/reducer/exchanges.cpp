@@ -75,7 +75,6 @@ void Reducer::Impl::begin(Communicator& communicator, float scale) {
   traffic_before = comm->traffic();
   knows_scale = scale > 0;
   loss_scale = knows_scale ? scale : 1;
-  opened_at = last_added = std::chrono::steady_clock::now();
   any_started = false;
   worked_meanwhile = 0;
   level = next_level();
@@ -88,6 +87,7 @@ void Reducer::Impl::begin(Communicator& communicator, float scale) {
   running.density = level.density;
   running.entries = layout.size();
   running.budget = budget.entries + pipeline.uncompressed.size();
+  began = last_added = Clock::now();
   vote.begin(layout.count(), comm->size());
   sound = true;
   parameters_seen.reset();
@@ -144,7 +144,9 @@ void Reducer::Impl::add(std::span<const std::size_t> parameters, std::span<float
     start += layout[id].size;
   }
   note_gradient();
-  if (pipeline.granularity == Granularity::bucket) go_on();
+  if (pipeline.granularity != Granularity::bucket) return;
+  start_complete_buckets();
+  if (last_added - last_looked >= pace) progress();
 }
 
 void Reducer::Impl::go_on() {
@@ -343,15 +345,13 @@ void Reducer::Impl::exchange(Bucket& bucket) {
   bucket.channel.open(*comm, subject, sight, running, workspace);
   bucket.task = (whole ? *dense : *pipeline.exchange)
                     .run(sight, bucket.selected, budget, bucket.channel, bucket.result);
-  if (in_flight.empty()) in_flight_since = std::chrono::steady_clock::now();
+  if (in_flight.empty()) in_flight_since = Clock::now();
   if (!any_started) first_started = in_flight_since;
   any_started = true;
   in_flight.push_back(&bucket);
   bucket.weight = weight_of(bucket, whole ? *dense : *pipeline.exchange);
   weight_in_flight += bucket.weight;
   bucket.task.start();
-  Stopwatch watch(running[Stage::network]);
-  comm->flush();
 }
 
 // Lets exchanges go on whose messages have come.
@@ -373,11 +373,12 @@ void Reducer::Impl::progress() {
     return true;
   });
   if (busy && in_flight.empty()) {
-    const auto time = std::chrono::steady_clock::now() - in_flight_since;
+    const auto time = Clock::now() - in_flight_since;
     running.seconds_exchanging += std::chrono::duration<double>(time).count();
   }
   Stopwatch watch(running[Stage::network]);
   comm->flush();
+  last_looked = Clock::now();
 }
 
 void Reducer::Impl::wait_for_all() {

@@ -159,7 +159,7 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   Regime regime = Regime::compress;
   tuning::Level level;
   Budget budget;
-  std::chrono::steady_clock::time_point opened_at, first_started, last_added;
+  std::chrono::steady_clock::time_point first_started;
   bool any_started = false;
   double worked_meanwhile = 0;  // seconds until the last gradient came
   std::optional<std::chrono::steady_clock::time_point> finished_at;  // the step before
@@ -189,7 +189,10 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   std::vector<std::unique_ptr<Bucket>> buckets;
   std::vector<Bucket*> in_flight;  // whose exchange has not ended
   double weight_in_flight = 0;     // values that they send
-  std::chrono::steady_clock::time_point in_flight_since;
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point in_flight_since;
+  Clock::time_point began, last_added, last_looked;  // the last for messages
+  Clock::duration pace{};                            // see Reducer::pace
   StepStats running;
 };
 
