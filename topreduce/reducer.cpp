@@ -109,6 +109,10 @@ void Reducer::use(Device* device) {
   impl_->move_memory(*impl_->pipeline.feedback, impl_->pipeline, device);
 }
 
+double Reducer::pace() const {
+  return std::chrono::duration<double>(impl_->pace).count();
+}
+
 bool Reducer::progress() {
   if (impl_->comm == nullptr) return false;
   const FloatMode mode;

@@ -98,6 +98,10 @@ class TOPREDUCE_API Reducer {
   /// Goes on with exchanges whose messages have come, without waiting; `add` and `finish` do that
   /// too. Returns whether any are still under way.
   bool progress();
+  /// Seconds between two looks for messages, while gradients come, that suffice: `add` looks no
+  /// sooner, and what is ready in between travels together. From how long the last step took to
+  /// bring its gradients.
+  double pace() const;
 
   /// Says of the open step, before `finish`, that this rank left parameters unused, or has
   /// run out of data. What no rank used is not delivered: its gradient and what is owed stay. May

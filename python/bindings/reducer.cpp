@@ -387,6 +387,11 @@ void bind_reducer(nb::module_& module) {
       .def("progress", &Owner::progress,
            "Go on with exchanges whose messages have come, without waiting. Whether more are under "
            "way.")
+      .def_prop_ro(
+          "pace", [](const Owner& self) { return self.reducer.pace(); },
+          "Seconds between two calls of `progress`, while gradients come, that suffice: what is "
+          "ready in between\ntravels together. From how long the last step took to bring its "
+          "gradients.")
       .def(
           "verify",
           [](Owner& self, std::uint64_t fingerprint) { self.reducer.verify(fingerprint); },

@@ -300,6 +300,26 @@ class TestWhateverGoesWrong:
             assert str(mine).endswith(": rank 1 sent a frame that is none of topreduce's")
 
 
+def test_what_is_ready_together_travels_together() -> None:
+    layout = Layout([(f"p{i}", (300,)) for i in range(40)])
+
+    def body(comm: QueueRank) -> list[int]:
+        assert isinstance(comm, Trouble)
+        reducer = Reducer(layout, "topk:density=0.1", bucket_cap_mb=1e-3)
+        for seconds in (0.004, 0.0):
+            comm.at = 0
+            reducer.begin(comm)
+            for p in reversed(range(40)):
+                reducer.add([p], np.full(300, p, np.float32))
+                time.sleep(seconds)
+            messages = reducer.finish().messages
+        return [messages, comm.sent]
+
+    for messages, frames in run_threads(2, body, Trouble):
+        assert messages >= 40
+        assert frames < messages / 2  # the first step had taken long
+
+
 NONSENSE: dict[str, Any] = {
     "nothing": None,
     "a list": [1, 2, 3],

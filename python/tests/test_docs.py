@@ -82,12 +82,12 @@ def text_of(method: str) -> str:
     return rows(blocks("methods")[method])["paper"]
 
 
-def test_the_table_of_the_readme_is_that_of_the_command(
+def test_the_table_of_methods_is_that_of_the_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
     assert main(["methods", "--markdown"]) == 0
-    assert capsys.readouterr().out in readme
+    assert capsys.readouterr().out in page
 
 
 def test_the_torch_that_is_asked_for_is_the_one_that_is_tested() -> None:

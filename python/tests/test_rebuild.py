@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -288,3 +289,22 @@ def test_where_it_cannot_be_it_is_refused() -> None:
 
 def test_the_package_says_so() -> None:
     assert topreduce.torch.Rebuilt(3, 2).late == []
+
+
+def test_a_refusal_is_told_without_a_default_group() -> None:
+    store = dist.HashStore()
+
+    def attach_on(rank: int) -> ValueError:
+        with pytest.raises(ValueError, match="verify_every") as caught:
+            attach_at_once(
+                torch.nn.Linear(4, 4),  # type: ignore[arg-type]
+                **USUAL,
+                group=Ranks(store, rank, 2),
+                verify_every=-3 * rank,
+            )
+        return caught.value
+
+    assert not dist.is_initialized()
+    with ThreadPoolExecutor(2) as ranks:
+        waits, refuses = ranks.map(attach_on, range(2))
+    assert str(waits) == f"nothing was attached, on no rank: rank 1: ValueError: {refuses}"

@@ -79,6 +79,7 @@ void Reducer::Impl::begin(Communicator& communicator, float scale) {
   running.step = step;
   running.entries = layout.size();
   running.budget = budget.entries + pipeline.uncompressed.size();
+  began = last_added = Clock::now();
   vote.begin(layout.count(), comm->size());
   sound = true;
   parameters_seen.reset();
@@ -134,7 +135,10 @@ void Reducer::Impl::add(std::span<const std::size_t> parameters, std::span<float
     held[id] = {on_device ? gradient : gradient.subspan(start, layout[id].size), most, lent, {}};
     start += layout[id].size;
   }
-  if (pipeline.granularity == Granularity::bucket) go_on();
+  last_added = Clock::now();
+  if (pipeline.granularity != Granularity::bucket) return;
+  start_complete_buckets();
+  if (last_added - last_looked >= pace) progress();
 }
 
 void Reducer::Impl::go_on() {
@@ -331,13 +335,11 @@ void Reducer::Impl::exchange(Bucket& bucket) {
   bucket.channel.open(*comm, subject, sight, running, workspace);
   bucket.task = (whole ? *dense : *pipeline.exchange)
                     .run(sight, bucket.selected, budget, bucket.channel, bucket.result);
-  if (in_flight.empty()) in_flight_since = std::chrono::steady_clock::now();
+  if (in_flight.empty()) in_flight_since = Clock::now();
   in_flight.push_back(&bucket);
   bucket.weight = weight_of(bucket, whole ? *dense : *pipeline.exchange);
   weight_in_flight += bucket.weight;
   bucket.task.start();
-  Stopwatch watch(running[Stage::network]);
-  comm->flush();
 }
 
 // Lets exchanges go on whose messages have come.
@@ -359,11 +361,12 @@ void Reducer::Impl::progress() {
     return true;
   });
   if (busy && in_flight.empty()) {
-    const auto time = std::chrono::steady_clock::now() - in_flight_since;
+    const auto time = Clock::now() - in_flight_since;
     running.seconds_exchanging += std::chrono::duration<double>(time).count();
   }
   Stopwatch watch(running[Stage::network]);
   comm->flush();
+  last_looked = Clock::now();
 }
 
 void Reducer::Impl::wait_for_all() {

@@ -14,6 +14,10 @@
 namespace topreduce {
 namespace {
 
+// While gradients come: more would cost more processor time than the last of them gain.
+constexpr int kLooks = 32;
+constexpr std::chrono::milliseconds kLongestPace(20);
+
 constexpr const char* kNativeAdvice =
     "; the transport's all-reduce does not give all of them the same bits: use reduce=ordered";
 
@@ -56,6 +60,7 @@ void Reducer::Impl::finish() {
   } catch (const CommError&) {  // the step is committed; the next one will notice
   }
   stats = running;
+  pace = std::min<Clock::duration>((last_added - began) / kLooks, kLongestPace);
   comm = nullptr;
   if (order_is == Order::reversed) {
     order = arrivals;

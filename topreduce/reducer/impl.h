@@ -157,7 +157,10 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   std::vector<std::unique_ptr<Bucket>> buckets;
   std::vector<Bucket*> in_flight;  // whose exchange has not ended
   double weight_in_flight = 0;     // values that they send
-  std::chrono::steady_clock::time_point in_flight_since;
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point in_flight_since;
+  Clock::time_point began, last_added, last_looked;  // the last for messages
+  Clock::duration pace{};                            // see Reducer::pace
   StepStats running;
 };
 

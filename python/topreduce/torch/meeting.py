@@ -31,7 +31,7 @@ from topreduce.torch.arrivals import Arrivals, explain
 
 T = TypeVar("T")
 
-_GLANCE = 0.5  # seconds between looks at the default group
+_GLANCE = 0.05  # seconds between looks at the default group
 STORE_PATIENCE = 2.0  # seconds; the machine that holds the store may be the one that died
 
 
@@ -122,21 +122,22 @@ def _meet(group: Group, names: Sequence[int], timeout: timedelta) -> _Met:
 
 def _wait_for_outcome(group: Group, place: Store, timeout: timedelta) -> tuple[str, str]:
     """Why there is none, if so; and who of the group has refused in the default one, and why."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        left = deadline - time.monotonic()
-        glance = timedelta(seconds=max(0.001, min(left, _GLANCE)))
-        _, failure = attempt(partial(place.wait, ["outcome"], glance))
-        refusal = _refused_elsewhere(group) if failure else ""
-        if not failure or refusal or left <= _GLANCE:
-            return failure, refusal
-
-
-def _refused_elsewhere(group: Group) -> str:
-    """What a rank of this group said in the default one; it is heard then."""
     world = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup) or world is None or group is world:
-        return ""
+    if world is None or group is world or not isinstance(group, dist.ProcessGroup):
+        return attempt(partial(place.wait, ["outcome"], timeout))[1], ""
+    deadline = time.monotonic() + timeout.total_seconds()
+    # Not by short waits: TCPStore warns on the terminal of each that ends without a result.
+    while not place.check(["outcome"]):
+        if refusal := _refused_elsewhere(group, world):
+            return "refused", refusal
+        if time.monotonic() > deadline:
+            return "timed out", ""
+        time.sleep(_GLANCE)
+    return "", ""
+
+
+def _refused_elsewhere(group: dist.ProcessGroup, world: dist.ProcessGroup) -> str:
+    """What a rank of this group said in the default one; it is heard then."""
     store, place = _next_place(world)
     if not place.check(["refuser", "outcome"]):
         return ""
@@ -155,7 +156,8 @@ def refuse(groups: Sequence[Group], error: Exception) -> None:
         store, place = _next_place(group)
         names = getattr(group, "ranks", range(group.size()))  # a circle has names of its own
         word = f"rank {names[group.rank()]}: {type(error).__name__}: {error}"
-        place.set("refuser", str(dist.get_rank()))
+        if world is not None:
+            place.set("refuser", str(world.rank()))
         place.set("outcome", sendable(word))
         store.add(_meetings(group.rank()), 1)
 

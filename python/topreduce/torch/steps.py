@@ -161,8 +161,8 @@ class Steps:
 
     # ---- the worker's part: everything that can fail, or take time -----------------------------
 
-    def progress(self) -> bool:
-        """Goes on with what has come meanwhile. Whether more is under way."""
+    def progress(self) -> float | None:
+        """Goes on with what has come. Seconds until the next look, if more is under way."""
         step, busy = self._step, False
 
         def look() -> None:
@@ -171,7 +171,7 @@ class Steps:
 
         if step.begun and not step.over.is_set():
             self._advance(step, look)
-        return busy
+        return self._reducer.pace if busy else None
 
     def _advance(self, step: Step, task: Callable[[], None]) -> None:
         if step.error is not None:
@@ -241,16 +241,23 @@ def _run(
     owner: "weakref.ref[Steps]",
     comm: GroupCommunicator,
 ) -> None:
-    busy = False
+    looked, pace = 0.0, None  # when, and how long until the next look; None: nothing is under way
+    idle = True  # since that look
     while True:
-        if busy and tasks.empty():
-            comm.idle()
+        left = None if pace is None else max(0.0, looked + pace - time.perf_counter())
+        try:
+            task = tasks.get(timeout=left)
+        except queue.Empty:
+            if idle:
+                comm.idle()
         else:
-            task = tasks.get()
             if task is None:
                 return
             task()
             del task  # an idle worker keeps nothing alive
-        steps = owner()
-        busy = steps is not None and steps.progress()
-        del steps
+            idle = False
+        if pace is None or time.perf_counter() >= looked + pace:
+            steps = owner()
+            pace = None if steps is None else steps.progress()
+            looked, idle = time.perf_counter(), True
+            del steps

@@ -1,11 +1,9 @@
 """The drift alarm: a fingerprint of the parameters, compared over the ranks every so many steps."""
 
-import weakref
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from topreduce._core import fingerprint
 
@@ -31,11 +29,6 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def _reference(parameter: Tensor) -> Callable[[], Tensor | None]:
-    # FSDP's root owns shards by itself, and cannot exchange them while there are weak references.
-    return (lambda: parameter) if isinstance(parameter, DTensor) else weakref.ref(parameter)
-
-
 class Verifier:
     """Says in which steps the ranks compare their parameters, and what they have."""
 
@@ -43,16 +36,15 @@ class Verifier:
         self, parameters: Iterable[Tensor], local: Callable[[Tensor], Tensor], every: int
     ) -> None:
         """`parameters` in one order on all ranks; `local`: what this rank holds of one. `every`: 0
-        for never. The parameters own what owns this.
+        for never.
         """
-        self._parameters = [_reference(parameter) for parameter in parameters]
+        self._parameters = list(parameters)
         self._local = local
         self._every = every
 
     def look(self) -> int:
         """A fingerprint of the parameters as they are."""
-        alive = (parameter() for parameter in self._parameters)
-        return fingerprint_of(self._local(each) for each in alive if each is not None)
+        return fingerprint_of(map(self._local, self._parameters))
 
     def fingerprint(self, step: int) -> int | None:
         """Of the parameters; None if this step does not compare them."""
