@@ -89,8 +89,10 @@ class Claim:
 
     def table(self, heads: Sequence[str], rows: Iterable[Sequence[object]], name: str = "") -> None:
         """Prints a table, and puts it into its place in docs/evidence.md."""
-        lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-        lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+        lines = ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+        if not lines:
+            return
+        lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|", *lines]
         text = "\n".join(lines)
         print(f"\n{text}")
         page = ROOT / "docs/evidence.md"
