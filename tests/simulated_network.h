@@ -286,8 +286,8 @@ inline void Network::stop_running() {
 }
 
 inline void Network::wake(Rank& rank, double time) {
-  rank.clock_ = std::max(rank.clock_, time);
   if (rank.state_ != Rank::State::waiting) return;
+  rank.clock_ = std::max(rank.clock_, time);
   rank.state_ = Rank::State::running;
   ++running_;
   rank.woken_.notify_one();
