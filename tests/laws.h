@@ -46,7 +46,7 @@ inline constexpr const char* kRows[] = {
     "arc_topk:density=0.1,values=fp32,stream=signs,sketch=2,width=16,random=0.25,keep_dense=*bias",
     "arc_topk:density=0.2,values=bf16,granularity=model",
     "arc_topk:density=0.2,values=fp32,feedback=ef21",
-    "arc_topk:density=0.2,values=fp32,feedback=(ef21m:eta=0.5),granularity=model",
+    "arc_topk_ef21m:density=0.2,values=fp32,feedback=(ef21m:eta=0.5),granularity=model",
     "topk:density=0.05,values=fp32,feedback=ef21",
     "topk:density=0.05,feedback=ef21m,values=bf16,granularity=model",
     "dense:feedback=ef21m",

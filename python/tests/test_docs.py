@@ -61,6 +61,14 @@ def test_settings_are_those_of_the_catalog(kind: str) -> None:
         assert told == known, entry["name"]
 
 
+def test_whole_specs_are_accepted() -> None:
+    layout = topreduce.Layout([("weight", (8, 8))])
+    specs = re.findall(r'`"(\w+:[^"`]+)"`', ALGORITHMS)
+    assert len(specs) >= 8, "published forms"
+    for spec in specs:
+        topreduce.Reducer(layout, spec)
+
+
 def test_methods_name_their_stages() -> None:
     for method in topreduce.methods():
         text = rows(blocks("methods")[method["name"]])["is"]

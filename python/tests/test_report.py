@@ -265,6 +265,8 @@ def test_charts_leave_out_what_has_no_place() -> None:
     points = [(0.0, 1.0), (1.0, float("nan")), (10.0, 2.0), (100.0, 3.0)]
     assert line_chart("x", "y", [Series("s", points, 0)], "linear").count("L") == 2
     assert line_chart("x", "y", [], "linear") == ""
+    upwards = [(0.0, 0.0), (1.0, 1.0), (2.0, 10.0)]
+    assert line_chart("x", "y", [Series("s", upwards, 0)], "linear", "log").count("L") == 1
     assert bar_chart("x", [Bar("a", [(0, 0.0)], "none")], "log") == ""
     assert "<script" not in line_chart("x", "y", [Series("<script>", points, 0)], "linear")
 

@@ -58,6 +58,7 @@ METHODS = {
     "topk": ("residual", {"model": "topk", "bucket": "carried"}, "gather"),
     "randk": ("residual", {"model": "", "bucket": ""}, "randk"),
     "arc_topk": ("residual", {"model": "", "bucket": ""}, "arc_topk"),
+    "arc_topk_ef21m": ("ef21m", {"model": "", "bucket": ""}, "arc_topk"),
     "topk_dsa": ("residual", {"model": "topk", "bucket": "carried"}, "topk_dsa"),
     "gtopk": ("residual", {"model": "topk", "bucket": "carried"}, "gtopk"),
     "ok_topk": ("residual", {"model": "reused", "bucket": "reused"}, "ok_topk"),

@@ -42,13 +42,14 @@ def line_chart(
     series: Sequence[Series],
     x_scale: Scale,
     levels: Sequence[tuple[str, float]] = (),
+    y_scale: Scale = "linear",
 ) -> str:
     """Lines over common axes, and `levels` across, with their names; points that are not finite
     are left out.
 
-    On a logarithmic axis zero is the left edge.
+    On a logarithmic axis zero is the left edge; points at or below zero cannot be shown upwards.
     """
-    shown = [(each, _finite(each.points)) for each in series]
+    shown = [(each, _finite(each.points, y_scale)) for each in series]
     ys = [y for _, points in shown for _, y in points] + [level for _, level in levels]
     xs = [x for _, points in shown for x, _ in points if x_scale == "linear" or x > 0]
     if not xs:
@@ -56,8 +57,10 @@ def line_chart(
     if x_scale == "log":
         xs.append(min(xs) / 2)
         x_label += " (logarithmic)"
+    if y_scale == "log":
+        y_label += " (logarithmic)"
     x_axis = _Axis(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT, x_scale)
-    y_axis = _Axis(min(ys), max(ys), _HEIGHT - _BOTTOM, _TOP, "linear")
+    y_axis = _Axis(min(ys), max(ys), _HEIGHT - _BOTTOM, _TOP, y_scale)
     parts = [_open(_WIDTH, _HEIGHT, f"{y_label} against {x_label}")]
     for tick in y_axis.ticks():
         y = y_axis.place(tick)
@@ -164,8 +167,9 @@ class _Axis:
         return [tick for tick in all_ticks if self._low - slack <= tick <= self._high + slack]
 
 
-def _finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+def _finite(points: Sequence[tuple[float, float]], y_scale: Scale) -> list[tuple[float, float]]:
+    floor = 0.0 if y_scale == "log" else -math.inf
+    return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y) and y > floor]
 
 
 def _open(width: float, height: float, label: str) -> str:
