@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from topreduce import Layout, Reducer
 from topreduce.torch.ddp_kind import DDPKind
-from topreduce.torch.device import GradientDevice, device_of
+from topreduce.torch.device import GradientDevice, bucket_cap_mb, device_of
 from topreduce.torch.eligibility import check_parameter, check_type
 from topreduce.torch.fsdp import local_part
 from topreduce.torch.fsdp_kind import FSDPKind
@@ -69,7 +69,8 @@ def attach(
     settings or version, all of them raise and nothing is attached. What is None has the method's
     default; `topreduce methods` lists them. The first `warmup_steps` (10) are dense, then the
     density falls geometrically over `ramp_steps` (100). `bucket_cap_mb`: gradients that are
-    exchanged together, as they become ready; DDP's own buckets do not matter. `keep_dense`:
+    exchanged together, as they become ready (1; on a device more, by the size of the model, so that
+    a step stops it about a hundred times at most); DDP's own buckets do not matter. `keep_dense`:
     patterns such as "*norm*" for parameters that are never cut. `scaler`: the GradScaler that
     multiplies your loss, so that what is owed is kept without its factor. `local_group`, for DDP:
     the ranks of this rank's machine, as a process group, or "host" for those of one host name and
@@ -145,7 +146,7 @@ def _kind_of(model: object, group: object, replicas: object) -> Kind:
     return ModuleKind(model, group)
 
 
-def _or_default(given: int | None, name: str, method: str, default: int) -> int | None:
+def _or_default(given: Any, name: str, method: str, default: float) -> Any:
     """What was given, unless that is nothing and the method's own words do not name it either."""
     named = re.search(rf"\b{name}\s*=", method) is not None
     return default if given is None and not named else given
@@ -208,10 +209,13 @@ def _prepare(
     local = {name: kind.local(parameter) for name, parameter in parameters.items()}
     layout = Layout([(name, stored_shape(each)) for name, each in local.items()])
     settings = {name: value for name, value in given.items() if value is not None}
+    # What ranks of a machine add up is in its main memory.
+    device = None if isinstance(comm, Levels) else device_of(local.values())
+    if device is not None:
+        given_cap = settings.get("bucket_cap_mb")
+        cap = _or_default(given_cap, "bucket_cap_mb", method, bucket_cap_mb(layout.size))
+        settings |= {} if cap is None else {"bucket_cap_mb": cap}
     reducer = kind.reducer(comm, layout, method, settings)
-    if isinstance(comm, Levels):  # what ranks of a machine add up is in its main memory
-        return _Prepared(reducer, parameters, None)
-    device = device_of(local.values())
     reducer.use(device)
     return _Prepared(reducer, parameters, device)
 

@@ -33,7 +33,7 @@ class Step:
         self.in_backward = True
         self.begun = False
         self.density = 1.0
-        self.loss_scale = 0.0  # not known
+        self.loss_scale: Callable[[], float] = lambda: 0.0  # not known
         self.participation = Participation()
         self.last_handed_over = 0.0  # when backward began to wait
         self.over = threading.Event()
@@ -179,7 +179,7 @@ class Steps:
         try:
             if not step.begun:
                 step.density = self._reducer.density
-                self._begin(step.loss_scale)
+                self._begin(step.loss_scale())
                 step.begun = True
                 if step.participation != Participation():
                     self._reducer.participate(**vars(step.participation))
