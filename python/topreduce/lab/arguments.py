@@ -6,6 +6,8 @@ import argparse
 import re
 from pathlib import Path
 
+import torch
+
 from topreduce.lab.cluster import parse_rates
 from topreduce.lab.methods import Method, parse_methods
 from topreduce.lab.models import MODELS, Workload
@@ -40,6 +42,12 @@ def make_parser() -> argparse.ArgumentParser:
     race.add_argument("--turn", type=count, default=2, help="steps of a turn")
     race.add_argument(
         "--compute", type=as_seconds, help="wait so long instead of computing, e.g. 50ms"
+    )
+    race.add_argument(
+        "--device", default="cpu", help="where models and gradients lie, e.g. cuda; ranks share it"
+    )
+    race.add_argument(
+        "--backend", default="gloo", help="of its process group, e.g. nccl: one device per rank"
     )
     _add_output(race)
 
@@ -76,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="of the learning rate",
     )
     _add_output(train)
-    train.set_defaults(compute=None)
+    train.set_defaults(compute=None, device="cpu", backend="gloo")
 
     shown = commands.add_parser("report", help="one page from one or several results.json")
     shown.add_argument("files", nargs="+", type=Path, metavar="results.json")
@@ -128,8 +136,19 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for machines: all numbers")
 
 
+def _check_device(asked: argparse.Namespace) -> None:
+    if asked.device == "cpu":
+        return
+    if asked.compute is not None:
+        raise ValueError("--compute waits instead of computing: leave out --device")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != torch.device(asked.device).type:
+        raise ValueError(f"--device {asked.device}: torch finds {found or 'no accelerator'} here")
+
+
 def workload(asked: argparse.Namespace) -> Workload:
     """What was asked to compute."""
+    _check_device(asked)
     return Workload(
         model=asked.model,
         batch=asked.batch,
@@ -137,6 +156,8 @@ def workload(asked: argparse.Namespace) -> Workload:
         compute=asked.compute,
         seed=asked.seed,
         shards=asked.shards,
+        device=asked.device,
+        backend=asked.backend,
     )
 
 

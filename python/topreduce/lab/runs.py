@@ -14,6 +14,7 @@ from topreduce.lab.clock import on_the_clock_of
 from topreduce.lab.cluster import Place, Rate, cluster_and_relay, obstacle, rate_words
 from topreduce.lab.launch import launch
 from topreduce.lab.methods import Method, parse_methods
+from topreduce.lab.models import backends
 from topreduce.lab.namespaces import ClusterError
 from topreduce.lab.progress import progress
 from topreduce.lab.race import RaceOptions, RaceRow, Turn, race_rank, race_rows, with_again
@@ -182,7 +183,8 @@ def _race(
         def show(turn: Turn) -> None:
             advance(turn.label, turn.round, f"{1e3 * turn.seconds:.0f} ms")
 
-        ranks = launch(race_rank, network.ranks, options, show, places)
+        backend = backends(options.workload)
+        ranks = launch(race_rank, network.ranks, options, show, places, backend)
     return race_rows(options, ranks)
 
 
