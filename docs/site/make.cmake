@@ -9,7 +9,7 @@ string(REGEX MATCH "[0-9.]+" PROJECT_VERSION "${line}")
 
 include(${PROJECT_SOURCE_DIR}/topreduce/public_headers.cmake)
 set(inputs "")
-foreach(page index pytorch cpp results reliability security torchft algorithms lab architecture wire) # in the order of the side bar
+foreach(page index pytorch accelerators cpp results reliability security torchft algorithms lab architecture wire) # in the order of the side bar
   string(APPEND inputs " ${PROJECT_SOURCE_DIR}/docs/${page}.md")
 endforeach()
 foreach(header ${public_headers} ${public_mpi_headers})
