@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import topreduce.torch
 from topreduce.lab.experiments.launch import launch
 from topreduce.lab.tasks.gpt import GPT, preset
-from topreduce.lab.tasks.models import next_id_loss
+from topreduce.lab.tasks.models import Workload, backends, next_id_loss
 from topreduce.lab.tasks.text import load_text
 
 STEADY = {"density": 0.01, "warmup_steps": 0, "ramp_steps": 0}
@@ -44,22 +44,30 @@ class Options:
     steps: int
     batch: int
     context: int
+    device: str
 
 
 def variant(name: str, options: Options) -> tuple[DistributedDataParallel, object]:
     """A model of its own for each variant, all from the same seed."""
-    ddp = DistributedDataParallel(GPT(preset("gpt:10m", context=options.context), seed=0))
+    model = GPT(preset("gpt:10m", context=options.context), seed=0).to(options.device)
+    ddp = DistributedDataParallel(model)
     if name.startswith("noop"):
         ddp.register_comm_hook(None, noop_hook)
     arguments = VARIANTS[name]
     return ddp, topreduce.torch.attach(ddp, **arguments) if arguments else None
 
 
+def begin(rank: int, options: Options) -> None:
+    torch.set_num_threads(1)
+    if options.device != "cpu":
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+
+
 def measure(
     rank: int, world_size: int, options: Options, report: Callable[[str], None]
 ) -> dict[str, tuple[list[float], dict[str, object]]]:
     """Seconds of every step by variant, and the last statistics of those that have any."""
-    torch.set_num_threads(1)
+    begin(rank, options)
     text = load_text()
     models = {name: variant(name, options) for name in VARIANTS}
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
@@ -69,10 +77,13 @@ def measure(
                 inputs, targets = text.training_batch(
                     options.batch, options.context, seed=0, rank=rank, step=step
                 )
+                inputs, targets = inputs.to(options.device), targets.to(options.device)
                 dist.barrier()
                 started = time.perf_counter()
                 ddp.zero_grad()
                 next_id_loss(ddp, inputs, targets).backward()
+                if options.device != "cpu":
+                    torch.accelerator.synchronize()
                 if block and step:
                     seconds[name].append(time.perf_counter() - started)
         report(f"block {block} of {options.blocks}")
@@ -85,7 +96,7 @@ def measure_memory(
 ) -> tuple[int, int]:
     """The most bytes that this process ever held, and those of an fp32 copy of the model."""
     name, options = arguments
-    torch.set_num_threads(1)
+    begin(rank, options)
     text = load_text()
     ddp, sync = variant(name, options)
     for step in range(6):
@@ -93,18 +104,20 @@ def measure_memory(
             options.batch, options.context, seed=0, rank=rank, step=step
         )
         ddp.zero_grad()
-        next_id_loss(ddp, inputs, targets).backward()
+        next_id_loss(ddp, inputs.to(options.device), targets.to(options.device)).backward()
     del sync
     copy = 4 * sum(parameter.numel() for parameter in ddp.parameters())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, copy
 
 
-def show_memory(ranks: int, options: Options) -> None:
+def show_memory(ranks: int, options: Options, backend: str) -> None:
     names = ["plain DDP", "plain DDP (A/A)", *(name for name in VARIANTS if VARIANTS[name])]
     print(f"\n{'memory at its peak':24} {'MB':>8} {'copies above plain':>18}")
     plain = 0.0
     for name in names:
-        results = launch(measure_memory, ranks, (name.removesuffix(" (A/A)"), options))
+        results = launch(
+            measure_memory, ranks, (name.removesuffix(" (A/A)"), options), backend=backend
+        )
         held = statistics.median(held for held, _ in results)
         plain = plain or held
         print(f"{name:24} {held / 1e6:8.0f} {(held - plain) / results[0][1]:18.2f}")
@@ -117,9 +130,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--device", default="cpu", help="where the models lie, e.g. cuda")
+    parser.add_argument("--backend", default="gloo", help="of the device's group, e.g. nccl")
     arguments = parser.parse_args()
-    options = Options(arguments.blocks, arguments.steps, arguments.batch, arguments.context)
-    results = launch(measure, arguments.ranks, options, print)
+    options = Options(
+        arguments.blocks, arguments.steps, arguments.batch, arguments.context, arguments.device
+    )
+    backend = backends(Workload(device=arguments.device, backend=arguments.backend))
+    results = launch(measure, arguments.ranks, options, print, backend=backend)
     medians = {
         name: statistics.median(second for result in results for second in result[name][0])
         for name in VARIANTS
@@ -131,7 +149,7 @@ def main() -> None:
         sent = f"{stats['bytes_sent'] / 1e3:8.0f}" if stats else " " * 8
         waited = f"{stats['seconds_waited'] * 1e3:9.1f}" if stats else ""
         print(f"{name:24} {median * 1e3:8.1f} {median / baseline:10.3f} {sent} {waited}")
-    show_memory(arguments.ranks, options)
+    show_memory(arguments.ranks, options, backend)
 
 
 if __name__ == "__main__":

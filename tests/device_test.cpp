@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <utility>
 
 #include "cluster.h"
 #include "topreduce/compensated_gradient.h"
@@ -33,6 +34,7 @@ class PlainDevice final : public Device {
       }
     }
   }
+  void expect(const Questions&) override {}
   kernels::Summary summarize() override {
     kernels::Summary summary;
     kernels::scalar::summarize({{}, x_, 1}, summary);
@@ -70,26 +72,25 @@ class PlainDevice final : public Device {
     }
   }
   void evaluate(std::span<float> values) override { std::ranges::copy(x_, values.begin()); }
-  double commit(const SparseVector& settled, const SparseVector& mean) override {
+  void commit(const SparseVector& settled, const SparseVector& mean) override {
     Floats all(x_.size()), means(x_.size());
     for (std::size_t i = 0; i < settled.size(); ++i) all[settled.indices[i]] = settled.values[i];
     for (std::size_t i = 0; i < mean.size(); ++i) means[mean.indices[i]] = mean.values[i];
-    return commit_whole(all, means);
+    commit_whole(all, means);
   }
-  double commit_whole(std::span<const float> settled, std::span<const float> mean) override {
+  void commit_whole(std::span<const float> settled, std::span<const float> mean) override {
     if (commits_left-- == 0) throw std::runtime_error("the device is gone");
-    double gone = 0;
     std::size_t next = 0;
     for (const Segment& segment : segments_) {
       for (std::size_t i = 0; i < segment.size(); ++i, ++next) {
         const float left = x_[next] - (settled.empty() ? x_[next] : settled[next]);
-        gone += static_cast<double>(x_[next]) * x_[next] - static_cast<double>(left) * left;
+        gone_ += static_cast<double>(x_[next]) * x_[next] - static_cast<double>(left) * left;
         if (base_ == Base::owed) owed_[segment.offset + i] = left;
         gradients.at(segment.number)[i] = mean[next];
       }
     }
-    return gone;
   }
+  double settled_energy() override { return std::exchange(gone_, 0.0); }
   void spoil(std::span<const Segment> segments) override {
     for (const Segment& segment : segments) {
       std::ranges::fill(gradients.at(segment.number), std::numeric_limits<float>::quiet_NaN());
@@ -112,6 +113,7 @@ class PlainDevice final : public Device {
   std::vector<Segment> segments_;
   Base base_ = Base::none;
   Floats owed_, scaled_, x_;
+  double gone_ = 0;
 };
 
 class OnDevice : public testing::TestWithParam<const char*> {

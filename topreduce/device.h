@@ -24,6 +24,16 @@ class TOPREDUCE_API Device {
   enum class Base { none, owed };
   virtual void open(std::span<const Segment> segments, Base base, float scale) = 0;
 
+  /// What will be asked of it: `strongest` with this floor and these limits, and, unless the
+  /// stride is 0, `sample`. Lets a device bring counts, sample and summary in one go.
+  struct Questions {
+    float floor = 0;
+    std::span<const std::size_t> limits;
+    std::span<const std::size_t> firsts;
+    std::size_t stride = 0;
+  };
+  virtual void expect(const Questions& questions) = 0;
+
   /// What a pass over all of x sees. May be asked more than once.
   virtual kernels::Summary summarize() = 0;
 
@@ -41,11 +51,12 @@ class TOPREDUCE_API Device {
   /// All of x.
   virtual void evaluate(std::span<float> values) = 0;
 
-  /// owed = x - settled, if x has a base; gradient = mean, zero where it lists nothing. Returns by
-  /// how much the energy of x went down.
-  virtual double commit(const SparseVector& settled, const SparseVector& mean) = 0;
+  /// owed = x - settled, if x has a base; gradient = mean, zero where it lists nothing.
+  virtual void commit(const SparseVector& settled, const SparseVector& mean) = 0;
   /// The same for all entries; an empty `settled` stands for all of x.
-  virtual double commit_whole(std::span<const float> settled, std::span<const float> mean) = 0;
+  virtual void commit_whole(std::span<const float> settled, std::span<const float> mean) = 0;
+  /// By how much the energy of all x went down that were committed since this was last asked.
+  virtual double settled_energy() = 0;
 
   /// Every gradient of these segments becomes NaN.
   virtual void spoil(std::span<const Segment> segments) = 0;

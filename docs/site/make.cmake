@@ -9,7 +9,7 @@ string(REGEX MATCH "[0-9.]+" PROJECT_VERSION "${line}")
 
 include(${PROJECT_SOURCE_DIR}/topreduce/public_headers.cmake)
 set(inputs "")
-foreach(page index pytorch auto cpp python results reliability security torchft algorithms evidence lab architecture
+foreach(page index pytorch auto accelerators cpp python results reliability security torchft algorithms evidence lab architecture
              wire glossary) # in the order of the side bar
   string(APPEND inputs " ${PROJECT_SOURCE_DIR}/docs/${page}.md")
 endforeach()

@@ -84,6 +84,11 @@ class PythonDevice : public Device {
     nb::object places = base == Base::owed ? nb::object(offsets) : nb::none();
     call("open", numbers_of(segments), places, scale);
   }
+  void expect(const Questions& questions) override {
+    const nb::gil_scoped_acquire gil;
+    call("expect", questions.floor, list_of(questions.limits), list_of(questions.firsts),
+         questions.stride);
+  }
   Summary summarize() override {
     const nb::gil_scoped_acquire gil;
     const auto [energy, largest] = nb::cast<std::pair<double, float>>(call("survey"));
@@ -109,16 +114,19 @@ class PythonDevice : public Device {
     const nb::gil_scoped_acquire gil;
     fill(values, call("evaluate"));
   }
-  double commit(const SparseVector& settled, const SparseVector& mean) override {
+  void commit(const SparseVector& settled, const SparseVector& mean) override {
     const nb::gil_scoped_acquire gil;
-    return nb::cast<double>(call("commit", view<Index>(settled.indices),
-                                 view<float>(settled.values), view<Index>(mean.indices),
-                                 view<float>(mean.values)));
+    call("commit", view<Index>(settled.indices), view<float>(settled.values),
+         view<Index>(mean.indices), view<float>(mean.values));
   }
-  double commit_whole(std::span<const float> settled, std::span<const float> mean) override {
+  void commit_whole(std::span<const float> settled, std::span<const float> mean) override {
     const nb::gil_scoped_acquire gil;
     const bool all = settled.empty();
-    return nb::cast<double>(call("commit_whole", all ? nb::none() : view(settled), view(mean)));
+    call("commit_whole", all ? nb::none() : view(settled), view(mean));
+  }
+  double settled_energy() override {
+    const nb::gil_scoped_acquire gil;
+    return nb::cast<double>(call("settled_energy"));
   }
   void spoil(std::span<const Segment> segments) override {
     const nb::gil_scoped_acquire gil;

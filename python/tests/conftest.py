@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from accelerators import DEVICE
 from processes import NAIVE
 
 
@@ -15,8 +16,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="replace attach() by one that keeps its state by place in the buckets (naive.py)",
     )
+    parser.addoption(
+        "--device",
+        help="the accelerator for tests that need one, such as cuda; without it one that tests "
+        "bring along (fakegpu)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--naive"):
         os.environ[NAIVE] = "1"  # ranks read it
+    if config.getoption("--device"):
+        os.environ[DEVICE] = config.getoption("--device")

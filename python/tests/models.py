@@ -31,6 +31,13 @@ def adapter_of(sync: Sync) -> DDPAdapter:
     return adapter
 
 
+place = torch.device("cpu")  # of models and data; accelerators.on_device changes it
+
+
+def home() -> torch.device:
+    return place
+
+
 LETTERS, CONTEXT, WIDTH = 40, 12, 32
 
 
@@ -69,6 +76,12 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
 
 
+def made_at_home(dtype: torch.dtype = torch.float32) -> GPT:
+    model = GPT().to(place, dtype)
+    model.head.weight = model.tokens.weight  # some devices of torch part them
+    return model
+
+
 class Dictated(nn.Module):
     """Its gradients are what it is told: forward(gradients).backward()."""
 
@@ -88,7 +101,7 @@ class Dictated(nn.Module):
 def small_integers(model: Dictated, rank: int, step: int) -> list[Tensor]:
     """Gradients whose sums are exact in every order."""
     rng = torch.Generator().manual_seed(1000 * step + rank)
-    return [torch.randint(-8, 9, w.shape, generator=rng).to(w.dtype) for w in model.weights]
+    return [torch.randint(-8, 9, w.shape, generator=rng).to(w) for w in model.weights]
 
 
 def text(rank: int, step: int) -> Tensor:
@@ -102,13 +115,14 @@ class Run:
 
     def __init__(self, rank: Rank, dtype: torch.dtype = torch.float32, **ddp_options: Any) -> None:
         self.rank = rank.rank
-        self.ddp = DistributedDataParallel(GPT().to(dtype), **ddp_options)
+        self.place = place
+        self.ddp = DistributedDataParallel(made_at_home(dtype), **ddp_options)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=0.9)
         self.losses: list[float] = []
 
     def backward(self, step: int) -> None:
         self.optimizer.zero_grad()
-        loss = self.ddp(text(self.rank, step))
+        loss = self.ddp(text(self.rank, step).to(self.place))
         loss.backward()
         self.losses.append(loss.item())
 
@@ -121,7 +135,7 @@ class Run:
         """What this rank alone would see, flat."""
         twin = copy.deepcopy(self.ddp.module)
         twin.zero_grad()
-        twin(text(self.rank, step)).backward()
+        twin(text(self.rank, step).to(self.place)).backward()
         return flat(twin, lambda p: p.grad)
 
     def mean_gradient(self) -> Tensor:
@@ -132,7 +146,8 @@ class Run:
 
 
 def flat(model: nn.Module, part: Callable[[nn.Parameter], Tensor]) -> Tensor:
-    return torch.cat([part(parameter).flatten() for parameter in model.parameters()])
+    """In main memory."""
+    return torch.cat([part(parameter).flatten().cpu() for parameter in model.parameters()])
 
 
 def owed(sync: Sync) -> Tensor:

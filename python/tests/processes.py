@@ -43,8 +43,9 @@ class CaseError(AssertionError):
 class Processes:
     """A group of ranks that waits for cases."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, *, accelerated: bool = False) -> None:
         self.ranks = ranks
+        self._accelerated = accelerated
         self._store: dist.TCPStore | None = None
         self._processes: list[BaseProcess] = []
         self._lines: list[Connection] = []
@@ -93,7 +94,7 @@ class Processes:
             line, other_end = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(Rank(rank, self.ranks), self._store.port, other_end),
+                args=(Rank(rank, self.ranks), self._store.port, other_end, self._accelerated),
                 daemon=True,
             )
             process.start()
@@ -115,12 +116,15 @@ def _grace() -> float:
     return 0.3 if os.environ.get(NAIVE) else 2.0  # nearly all cases fail there
 
 
-def _serve(rank: Rank, port: int, line: Connection) -> None:
+def _serve(rank: Rank, port: int, line: Connection, accelerated: bool) -> None:
     torch.set_num_threads(1)
     if os.environ.get(NAIVE):
         importlib.import_module("topreduce.torch").attach = importlib.import_module("naive").attach
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.ranks)
+    backend = "gloo"
+    if accelerated:
+        backend = importlib.import_module("accelerators").backend(rank.rank)
+    dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.ranks)
     gc.collect()
     gc.freeze()  # what torch keeps need not be looked at after every case
     while True:
@@ -151,3 +155,10 @@ def _forget_the_last_case() -> None:
 def group(ranks: int) -> Processes:
     """The group of this size that all test modules share; daemons, so they end with pytest."""
     return Processes(ranks)
+
+
+@functools.cache
+def accelerated(ranks: int) -> Processes:
+    """The same with an accelerator in each; see accelerators.py."""
+    importlib.import_module("accelerators").build()
+    return Processes(ranks, accelerated=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import models
 import torch
 from models import attach_at_once, flat, owed, rank_order_sum
 from processes import Rank
@@ -39,7 +40,7 @@ class Branches(nn.Module):
 
 def data(rank: int, step: int, part: int = 0) -> Tensor:
     rng = torch.Generator().manual_seed(100 * step + 10 * part + rank)
-    return torch.randn(5, WIDTH, generator=rng)
+    return torch.randn(5, WIDTH, generator=rng).to(models.place)
 
 
 def everything(model: nn.Module, rank: int, step: int) -> None:
@@ -116,7 +117,7 @@ class Actor:
         self.scenario = scenario
         # Many buckets, so that DDP cuts them anew after the first step.
         options = {"bucket_cap_mb": 0.0007, **scenario.options}
-        self.ddp = DistributedDataParallel(scenario.change(Branches()), **options)
+        self.ddp = DistributedDataParallel(scenario.change(Branches().to(models.place)), **options)
         self.trained = [p for p in self.ddp.parameters() if p.requires_grad]
         weights = [p for p in self.trained if p.dim() > 1]
         others = [p for p in self.trained if p.dim() <= 1]

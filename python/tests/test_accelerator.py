@@ -1,23 +1,33 @@
-"""Gradients on another device: main memory that is treated as if it were one.
+"""Models on an accelerator: one that tests bring along (fakegpu), or `--device cuda`.
 
-What runs here is what would run on an accelerator, but for streams and pinned memory.
 test_device.py has the details; here are real DDP models in real processes.
 """
 
 import contextlib
-from collections.abc import Iterator
+import math
+import os
 from typing import Any
+from unittest import mock
 
+import fakegpu
+import models
 import pytest
 import test_amp
 import test_attach
 import test_ddp
 import torch
-from models import Run, attach_at_once
-from processes import Rank, group
+import torch.distributed as dist
+from accelerators import check_order, is_fake, name, on_device
+from models import Run, attach_at_once, digest, flat, made_at_home, owed, text
+from processes import Rank, accelerated
 from scenarios import equal_plain_ddp, keep_the_laws
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from topreduce.torch import lane
+from topreduce.lab.experiments.methods import parse_methods
+from topreduce.lab.experiments.race import RaceOptions, race_rank
+from topreduce.lab.tasks.models import Workload
+from topreduce.torch import CommError, attachment
+from topreduce.torch.device import GradientDevice
 
 TOPK: dict[str, Any] = {"method": "topk", "density": 0.05, "values": "fp32"}
 ARC: dict[str, Any] = {"method": "arc_topk", "density": 0.2}  # by way of main memory
@@ -30,25 +40,27 @@ TRAININGS: list[dict[str, Any]] = [
 ]
 
 
-@contextlib.contextmanager
-def pretending() -> Iterator[None]:
-    """Models that are attached in here are on another device."""
-    lane.pretend = True
-    try:
-        yield
-    finally:
-        lane.pretend = False
-
-
 # ---- the same training as in main memory -------------------------------------------------------
 
 
 def same_training(rank: Rank, settings: dict[str, Any]) -> None:
     """Weights and states are the same, bit for bit; in the middle the two trade their states."""
-    here, there = Run(rank, bucket_cap_mb=0.02), Run(rank, bucket_cap_mb=0.02)
-    sync_here = attach_at_once(here.ddp, **settings)
-    with pretending():
-        sync_there = attach_at_once(there.ddp, **settings)
+    with on_device():
+        train_both(rank, settings)
+
+
+def by_copy(rank: Rank, settings: dict[str, Any]) -> tuple[Run, Any]:
+    """A model on the device whose gradients are looked at in main memory, by the core."""
+    run = Run(rank, bucket_cap_mb=0.02)
+    with mock.patch.object(attachment, "device_of", return_value=None):
+        return run, attach_at_once(run.ddp, **settings)
+
+
+def train_both(rank: Rank, settings: dict[str, Any]) -> None:
+    here, sync_here = by_copy(rank, settings)
+    there = Run(rank, bucket_cap_mb=0.02)
+    sync_there = attach_at_once(there.ddp, **settings)
+    assert not sync_here._reducer.on_device
     assert sync_there._reducer.on_device == (settings != ARC)
     for steps in (range(4), range(4, 8)):
         here.train(steps)
@@ -66,82 +78,181 @@ def same_training(rank: Rank, settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("settings", TRAININGS, ids=str)
 def test_the_same_training_as_in_main_memory(settings: dict[str, Any]) -> None:
-    group(2).run(same_training, settings)
+    accelerated(2).run(same_training, settings)
+
+
+def train_on_the_cpu(rank: Rank, settings: dict[str, Any]) -> None:
+    """Kernels of our device are the CPU's."""
+    with sdpa_kernel(SDPBackend.MATH):
+        here = Run(rank)
+        with on_device():
+            there = Run(rank)
+            for run in (here, there):
+                attach_at_once(run.ddp, **settings)
+                run.train(range(5))
+    assert there.losses == here.losses
+    assert there.digest() == here.digest()
+
+
+@pytest.mark.skipif(not is_fake(), reason="other devices add in other orders")
+def test_the_same_training_as_on_the_cpu() -> None:
+    accelerated(2).run(train_on_the_cpu, TRAININGS[0])
 
 
 # ---- the rows that hold in main memory hold there ----------------------------------------------
 
 
 def plain_ddp_there(rank: Rank) -> None:
-    with pretending():
+    with on_device():
         equal_plain_ddp(rank, "unused parameters")
         test_attach.mixed_types(rank)
 
 
 def test_density_one_is_plain_ddp_with_every_method() -> None:
-    group(2).run(plain_ddp_there)
+    accelerated(2).run(plain_ddp_there)
 
 
 def laws_there(rank: Rank, settings: dict[str, Any]) -> None:
-    with pretending():
+    with on_device():
         keep_the_laws(rank, "unused parameters", settings)
         keep_the_laws(rank, "gradients are views", settings)
 
 
 @pytest.mark.parametrize("settings", [TOPK, TRAININGS[1], TRAININGS[2], ARC], ids=str)
 def test_laws_on_a_device(settings: dict[str, Any]) -> None:
-    group(3).run(laws_there, settings)
+    accelerated(3).run(laws_there, settings)
 
 
 def scaled_and_joined_there(rank: Rank) -> None:
-    with pretending():
+    with on_device():
         test_amp.keep_memory_unscaled(rank, TOPK)
         test_ddp.run_out_of_data(rank, False, TOPK)
 
 
 def test_loss_scales_and_ranks_that_run_out_of_data() -> None:
-    group(3).run(scaled_and_joined_there)
+    accelerated(3).run(scaled_and_joined_there)
 
 
 def use_another_default(rank: Rank) -> None:
     """torch.set_default_device("cuda") is common; "meta" stands for it."""
-    here, there = Run(rank), Run(rank)
-    with torch.device("meta"):
-        sync = attach_at_once(here.ddp, **TOPK)
-        with pretending():
-            attach_at_once(there.ddp, **TOPK)
-    for steps in (range(2), range(2, 4)):
-        here.train(steps)
-        there.train(steps)
+    with on_device():
+        here, there = Run(rank), Run(rank)
+        sync_here = attach_at_once(here.ddp, **TOPK)
         with torch.device("meta"):
-            sync.load_state_dict(sync.state_dict())
-    assert here.digest() == there.digest()
+            sync = attach_at_once(there.ddp, **TOPK)
+        for steps in (range(2), range(2, 4)):
+            here.train(steps)
+            there.train(steps)
+            with torch.device("meta"):
+                sync.load_state_dict(sync_here.state_dict())
+        assert here.digest() == there.digest()
 
 
 def test_another_device_may_be_the_default() -> None:
-    group(2).run(use_another_default)
+    accelerated(2).run(use_another_default)
 
 
 # ---- changing course ---------------------------------------------------------------------------
 
 
 def change_course(rank: Rank) -> None:
-    """Debts follow to main memory and back, and a rank there works with one in main memory."""
-    runs = [Run(rank, bucket_cap_mb=0.02) for _ in range(2)]
-    digests = []
-    for run, everyone in zip(runs, (False, True), strict=True):
-        with pretending() if everyone or rank.rank == 1 else contextlib.nullcontext():
-            sync = attach_at_once(run.ddp, **TOPK)
-            for step, method in enumerate(["topk", "arc_topk", "topk_dsa", "topk"]):
-                sync.configure(method=method)
-                run.train(range(2 * step, 2 * step + 2))
-            sync.bypass()
-            run.train(range(8, 10))
-            sync.detach()
-            run.train(range(10, 12))
-        digests.append(run.digest())
-    assert digests[0] == digests[1]
+    """Debts follow to main memory and back; a rank there works with one in main memory."""
+    for everyone in (False, True):
+        mine = take_turns(rank, everyone or rank.rank == 1)
+        digests: list[Any] = [None] * rank.ranks
+        dist.all_gather_object(digests, mine)
+        assert len(set(digests)) == 1 or not is_fake()
+
+
+def take_turns(rank: Rank, there: bool) -> str:
+    """Without DDP, which has all ranks on devices of one kind."""
+    with on_device() if there else contextlib.nullcontext():
+        model, place = made_at_home(), models.place
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        sync = attach_at_once(model, group=dist.group.WORLD, **TOPK)
+        for step in range(10):
+            method = ["topk", "arc_topk", "topk_dsa", "topk", "bypass"][step // 2]
+            sync.bypass() if method == "bypass" else sync.configure(method=method)
+            optimizer.zero_grad()
+            model(text(rank.rank, step).to(place)).backward()
+            optimizer.step()
+        return digest(flat(model, lambda parameter: parameter.detach()))
 
 
 def test_changing_course_there() -> None:
-    group(2).run(change_course)
+    accelerated(2).run(change_course)
+
+
+# ---- errors, several ranks per machine ----------------------------------------------------------
+
+
+def fail_once(rank: Rank) -> None:
+    """A device that is full on one rank: both raise, and nobody has committed."""
+    with on_device():
+        run = Run(rank, bucket_cap_mb=0.02)
+        sync = attach_at_once(run.ddp, **TOPK)
+        run.train(range(2))
+        before = owed(sync)
+        full = mock.Mock(side_effect=torch.OutOfMemoryError("full"))
+        place = mock.patch.object(GradientDevice, "strongest", full)
+        expected = torch.OutOfMemoryError if rank.rank == 1 else CommError
+        with place if rank.rank == 1 else contextlib.nullcontext(), pytest.raises(expected):
+            run.backward(2)
+        assert torch.equal(owed(sync), before)
+        assert run.mean_gradient().count_nonzero() == 0
+
+
+def test_errors_leave_the_device_as_it_was() -> None:
+    accelerated(2).run(fail_once)
+
+
+def train_on_two_levels(rank: Rank) -> None:
+    machine, _ = dist.new_subgroups_by_enumeration([[0, 1], [2]])
+    with sdpa_kernel(SDPBackend.MATH):
+        here = Run(rank)
+        with on_device():
+            there = Run(rank)
+            for run in (here, there):
+                attach_at_once(run.ddp, local_group=machine, **TOPK)
+                run.train(range(4))
+    assert there.digest() == here.digest() or not is_fake()
+
+
+def test_several_ranks_per_machine() -> None:
+    accelerated(3).run(train_on_two_levels)
+
+
+# ---- groups, and the lab -----------------------------------------------------------------------
+
+
+def use_a_group_of_the_device_alone(rank: Rank) -> None:
+    """As with NCCL, whose groups know nothing of main memory."""
+    with on_device():
+        run = Run(rank, process_group=dist.new_group(backend=fakegpu.BACKEND))
+        sync = attach_at_once(run.ddp, **TOPK)
+        run.train(range(3))
+    assert sync._reducer.on_device
+    digests: list[Any] = [None] * rank.ranks
+    dist.all_gather_object(digests, run.digest())
+    assert len(set(digests)) == 1
+
+
+@pytest.mark.skipif(not is_fake(), reason="NCCL wants a device for each rank")
+def test_a_group_of_the_device_alone() -> None:
+    accelerated(2).run(use_a_group_of_the_device_alone)
+
+
+def race(rank: Rank) -> None:
+    workload = Workload(model="gpt:0.6m", batch=1, context=16, device=name())
+    methods = parse_methods("noop,dense,topk:density=0.01")
+    options = RaceOptions(workload=workload, methods=methods, rounds=1, steps=1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    for parameters, steps in race_rank(rank.rank, rank.ranks, options, lambda turn: None):
+        assert parameters > 500_000
+        assert len(steps) == 1
+        assert math.isfinite(steps[0].loss)
+    check_order()
+
+
+def test_a_race_on_the_device() -> None:
+    accelerated(2).run(race)

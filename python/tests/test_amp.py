@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Dictated, attach_at_once, owed, rank_order_sum, small_integers
+from models import Dictated, attach_at_once, home, owed, rank_order_sum, small_integers
 from processes import Rank, group
 from scenarios import SCENARIOS, Actor, data
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +24,7 @@ every_method = pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: s["me
 def scaler_of(scale: float) -> torch.amp.GradScaler:
     """Doubles after two good steps, halves after a bad one."""
     return torch.amp.GradScaler(
-        "cpu", init_scale=scale, growth_factor=2.0, backoff_factor=0.5, growth_interval=2
+        home().type, init_scale=scale, growth_factor=2.0, backoff_factor=0.5, growth_interval=2
     )
 
 
@@ -56,7 +56,8 @@ def test_density_one_is_plain_ddp() -> None:
 
 def keep_memory_unscaled(rank: Rank, settings: dict[str, Any]) -> None:
     """The scale grows and backs off; debts and means are those of a run without it, exactly."""
-    models = [DistributedDataParallel(Dictated(), bucket_cap_mb=0.002) for _ in range(2)]
+    modules = [Dictated().to(home()) for _ in range(2)]
+    models = [DistributedDataParallel(each, bucket_cap_mb=0.002) for each in modules]
     scaler = scaler_of(8.0)
     scaled = attach_at_once(models[0], scaler=scaler, **settings)
     plain = attach_at_once(models[1], **settings)
@@ -69,7 +70,7 @@ def keep_memory_unscaled(rank: Rank, settings: dict[str, Any]) -> None:
         overflow = step == 4
         before = owed(scaled)
         optimizer.zero_grad()
-        factor = torch.tensor(float("inf")) if overflow and rank.rank == 1 else torch.ones(())
+        factor = float("inf") if overflow and rank.rank == 1 else 1.0
         loss = models[0]([gradient * factor for gradient in gradients])
         scaler.scale(loss).backward()
         if overflow:  # on rank 1 alone, and yet no rank moves
@@ -79,9 +80,9 @@ def keep_memory_unscaled(rank: Rank, settings: dict[str, Any]) -> None:
             models[1].zero_grad()
             models[1](gradients).backward()
             assert torch.equal(owed(scaled), owed(plain))
-            flat = torch.cat([g.flatten() for g in gradients])
+            flat = torch.cat([g.flatten().cpu() for g in gradients])
             settled = before + flat - owed(scaled)
-            means = torch.cat([w.grad.flatten() for w in models[0].module.weights])
+            means = torch.cat([w.grad.flatten().cpu() for w in models[0].module.weights])
             assert torch.equal(means, rank_order_sum(settled) / rank.ranks * scale)
         scaler.step(optimizer)
         scaler.update()

@@ -21,6 +21,7 @@ from models import (
     attach_at_once,
     digest,
     flat,
+    home,
     owed,
     rank_order_sum,
     small_integers,
@@ -104,7 +105,7 @@ def test_ddp_options(options: dict[str, Any]) -> None:
 
 def mixed_types(rank: Rank) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    ddp = DistributedDataParallel(Dictated(dtypes))
+    ddp = DistributedDataParallel(Dictated(dtypes).to(home()))
     attach(ddp, "topk, bucket", density=1.0)
     for step in range(3):
         ddp.zero_grad()

@@ -1,14 +1,17 @@
 """Steps whose dense work is done by torch operations, against the core's own, bit for bit.
 
-The device is main memory that is treated as another one's; ranks are threads of this process.
+The device is main memory that is treated as another one's, and an accelerator; ranks are threads.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+import accelerators
+import fakegpu
 import numpy as np
 import pytest
 import torch
+from processes import Rank, accelerated
 from stepping import Buckets, Floats, random_buckets, run_step, same_bits, snapshot
 from transport import Bytes, QueueRank, run_threads
 
@@ -66,9 +69,9 @@ BY_COPY = [
 class Twins:
     """The same rank twice: with its gradients in main memory, and on a device."""
 
-    def __init__(self, spec: str, layout: Layout = LAYOUT) -> None:
+    def __init__(self, spec: str, layout: Layout = LAYOUT, device: str = "cpu") -> None:
         self.here, self.there = (Reducer(layout, spec, bucket_cap_mb=0) for _ in range(2))
-        self.device = GradientDevice(torch.device("cpu"))
+        self.device = GradientDevice(torch.device(device))
         self.there.use(self.device)
 
     def step(
@@ -105,8 +108,23 @@ class Twins:
     ) -> tuple[Floats, StepStats]:
         if not self.there.on_device:
             return run_step(self.there, comm, gradient, buckets, loss_scale, unused)
+        means = torch.from_numpy(gradient.copy()).to(self.device.device)
+        lane = self.device.lane
+        with lane.behind(lane.mark()):
+            means, stats = self._step_there(comm, means, buckets, loss_scale, unused)
+        lane.join()
+        return means.cpu().numpy(), stats
+
+    def _step_there(
+        self,
+        comm: Communicator,
+        gradient: torch.Tensor,
+        buckets: Buckets,
+        loss_scale: float,
+        unused: Sequence[int],
+    ) -> tuple[torch.Tensor, StepStats]:
         sizes = self.there.layout.sizes
-        means = list(torch.from_numpy(gradient.copy()).split(sizes))
+        means = list(gradient.split(sizes))
         self.there.begin(comm, loss_scale)
         for number, bucket in enumerate(buckets):
             if unused and number == len(buckets) - 1:
@@ -118,7 +136,7 @@ class Twins:
             self.there.add_on_device(bucket)
         stats = self.there.finish()
         self.device.release()
-        return torch.cat(means).numpy(), stats
+        return torch.cat(means), stats
 
 
 def gradient_of(rank: int, step: int, layout: Layout = LAYOUT) -> Floats:
@@ -150,6 +168,56 @@ def test_the_same_bits_as_the_core(spec: str, ranks: int) -> None:
         assert owes_nothing or np.any(twins.there.owed("embed"))
 
     run_ranks(ranks, body)
+
+
+def same_bits_on_the_accelerator(rank: Rank, specs: Sequence[str]) -> None:
+    def body(comm: Communicator) -> None:
+        for spec in specs:
+            twins = Twins(spec, device=accelerators.name())
+            for step in range(3):
+                gradient = gradient_of(comm.rank, step)
+                twins.step(comm, gradient, buckets_of(step), 1.1 * 2.0**step)
+
+    run_ranks(2, body)
+    accelerators.check_order()
+
+
+def test_the_same_bits_on_an_accelerator() -> None:
+    accelerated(1).run(same_bits_on_the_accelerator, ON_DEVICE + BY_COPY)
+
+
+def count_stops(rank: Rank, spec: str) -> tuple[dict[str, int], int]:
+    """Of a step in which nothing is new, and its exchanges."""
+    layout = Layout([(f"weight.{i}", [300, 100 + i]) for i in range(6)])
+
+    def body(comm: Communicator) -> tuple[dict[str, int], int]:
+        reducer = Reducer(layout, spec, bucket_cap_mb=0.3)
+        device = GradientDevice(torch.device(accelerators.name()))
+        reducer.use(device)
+        rng = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            home = torch.randn(layout.size, generator=rng).to(device.device)
+            fakegpu.load().reset_counters()
+            with device.lane.behind(device.lane.mark()):
+                device.hold(range(len(layout)), layout.sizes, home)
+                reducer.begin(comm)
+                reducer.add_on_device(range(len(layout)))
+                reducer.finish()
+            counted = fakegpu.counters()
+            device.release()
+        return counted, len(reducer.buckets)
+
+    return run_ranks(1, body)[0]
+
+
+@pytest.mark.parametrize("spec", ["topk:density=0.01", "ok_topk:density=0.01,tau=1000,period=1000"])
+def test_an_exchange_stops_the_device_twice(spec: str) -> None:
+    if not accelerators.is_fake():
+        pytest.skip("stops are counted by fakegpu")
+    counted, exchanges = accelerated(1).run(count_stops, spec)[0]
+    assert exchanges > 1
+    assert 0 < counted["stops"] <= 2 * exchanges + 1  # and one for the statistics
+    assert counted["stops"] == counted["stop: event"]
 
 
 @pytest.mark.parametrize("spec", ON_DEVICE[::2])
@@ -191,53 +259,9 @@ def test_only_chosen_entries_come_to_main_memory(monkeypatch: pytest.MonkeyPatch
             _, stats = twins.step_there(comm, gradient, [[1], [0]])
             assert stats.selected < 0.02 * layout.size
             sample = layout.size / (layout.size // 2**17 | 1)  # tells the next threshold
-            assert sum(come) <= 2 * (stats.selected + sample + 1)
+            assert sum(come) <= 2 * (stats.selected + sample) + 20  # counts and sums
 
     run_ranks(1, body)
-
-
-class Stream:
-    """A stream of CUDA that notes what is asked of it."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-
-    def record_event(self) -> str:
-        self.log.append(f"mark {self.name}")
-        return self.name
-
-    def wait_event(self, mark: str) -> None:
-        self.log.append(f"{self.name} waits for {mark}")
-
-    def synchronize(self) -> None:
-        self.log.append(f"wait for {self.name}")
-
-    def __enter__(self) -> None:
-        self.log.append(f"on {self.name}")
-
-    def __exit__(self, *_: object) -> None:
-        self.log.append(f"off {self.name}")
-
-
-def test_streams_of_cuda_are_kept_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as that can be told without one."""
-    log: list[str] = []
-    empty = torch.empty
-
-    def pinned(*shape: Any, pin_memory: bool, **options: Any) -> torch.Tensor:
-        assert pin_memory
-        return empty(*shape, **options)
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side", log))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main", log))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    lane = Lane(torch.device("cuda:0"))
-    mark = lane.mark()
-    gradient = torch.ones(3)
-    with lane.behind(mark), monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", pinned)
-        assert torch.equal(lane.to_host(gradient), gradient)
-    assert log == ["mark main", "on side", "side waits for main", "wait for side", "off side"]
 
 
 class Breaking(QueueRank):

@@ -351,17 +351,35 @@ def test_addresses_that_lead_nowhere() -> None:
     group(2).run(connect_where_nobody_is)
 
 
+def connect_between_machines(rank: Rank) -> None:
+    """Whose names stand for 127.0.1.1, and who know nothing better."""
+    with (
+        mock.patch.object(connections, "own_hosts", return_value=["127.0.1.1", "127.0.0.1"]),
+        mock.patch.object(connections, "_network", return_value=str(rank.rank)),
+        pytest.raises(CommError) as error,
+    ):
+        connect(1)
+    if rank.rank == 1:
+        assert "rank 0 knows no address of its machine" in str(error.value)
+        assert "only 127.0.1.1, 127.0.0.1" in str(error.value)
+    assert "set GLOO_SOCKET_IFNAME" in str(error.value)
+
+
+def test_names_that_others_cannot_reach() -> None:
+    group(2).run(connect_between_machines)
+
+
 def test_own_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
-    assert connections.own_hosts() == ["127.0.0.1"]
+    assert connections.own_hosts(dist.HashStore()) == ["127.0.0.1"]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
     with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME='nope0': there is no such network"):
-        connections.own_hosts()
+        connections.own_hosts(dist.HashStore())
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert connections.own_hosts()[0] == "127.0.0.1"
+    assert connections.own_hosts(dist.HashStore())[0] == "127.0.0.1"
     monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
-    assert "127.0.0.1" in connections.own_hosts()
+    assert "127.0.0.1" in connections.own_hosts(dist.HashStore())
 
 
 # ---- ranks that leave, die or are silent --------------------------------------------------------

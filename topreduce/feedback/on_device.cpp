@@ -5,8 +5,8 @@
 namespace topreduce::feedback {
 namespace {
 
-double commit_whole(const CompensatedGradient& compensated, const exchange::Result& result,
-                    float divisor, float unit) {
+void commit_whole(const CompensatedGradient& compensated, const exchange::Result& result,
+                  float divisor, float unit) {
   Buffer<float> settled, mean;
   const bool all = compensated.plain() || result.dense_settled.empty();
   for (const Segment& segment : compensated.segments()) {
@@ -15,17 +15,18 @@ double commit_whole(const CompensatedGradient& compensated, const exchange::Resu
       if (!all) settled.push_back(result.dense_settled[i]);
     }
   }
-  return compensated.device()->commit_whole(settled, mean);
+  compensated.device()->commit_whole(settled, mean);
 }
 
 }  // namespace
 
-double commit_on_device(const CompensatedGradient& compensated, const exchange::Result& result,
-                        int ranks, float unit) {
+void commit_on_device(const CompensatedGradient& compensated, const exchange::Result& result,
+                      int ranks, float unit) {
   const auto divisor = static_cast<float>(ranks);
   compensated.open();
   if (result.extent == exchange::Result::Extent::whole) {
-    return commit_whole(compensated, result, divisor, unit);
+    commit_whole(compensated, result, divisor, unit);
+    return;
   }
   // Segments that nobody used are left out by now, so the device counts otherwise.
   SparseVector settled, mean;
@@ -41,7 +42,7 @@ double commit_on_device(const CompensatedGradient& compensated, const exchange::
     });
     first += static_cast<Index>(segment.size());
   }
-  return compensated.device()->commit(settled, mean);
+  compensated.device()->commit(settled, mean);
 }
 
 }  // namespace topreduce::feedback

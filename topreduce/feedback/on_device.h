@@ -6,8 +6,8 @@
 namespace topreduce::feedback {
 
 /// Feedback::commit for gradients on a device, with (residual) or without (none) what is owed
-/// there.
-double commit_on_device(const CompensatedGradient& compensated, const exchange::Result& result,
-                        int ranks, float unit);
+/// there. How much energy goes is for Device::settled_energy to say.
+void commit_on_device(const CompensatedGradient& compensated, const exchange::Result& result,
+                      int ranks, float unit);
 
 }  // namespace topreduce::feedback

@@ -28,7 +28,10 @@ class Residual final : public Feedback {
 
   double commit(const CompensatedGradient& compensated, const exchange::Result& result, int ranks,
                 float unit) override {
-    if (compensated.device() != nullptr) return commit_on_device(compensated, result, ranks, unit);
+    if (compensated.device() != nullptr) {
+      commit_on_device(compensated, result, ranks, unit);
+      return 0;  // the device is asked once for all
+    }
     const auto divisor = static_cast<float>(ranks);
     return sum_over_blocks(compensated, result, [&](const Block& block, Walk& walk) {
       const std::span<float> owed(owed_.data() + block.offset, block.gradient.size());

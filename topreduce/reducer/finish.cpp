@@ -228,6 +228,7 @@ void Reducer::Impl::commit() {
       if (!segment.mean.empty()) std::ranges::copy(segment.gradient, segment.mean.begin());
     }
   }
+  if (on_device) gone += device->settled_energy();
   if (regime == Regime::compress) {
     if (pipeline.selector) pipeline.selector->commit();
     pipeline.exchange->commit();

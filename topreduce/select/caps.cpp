@@ -47,10 +47,16 @@ double Caps::sent() const {
   return std::accumulate(sent_.begin(), sent_.end(), 0.0);
 }
 
-void Caps::choose_on_device(const CompensatedGradient& compensated, float floor,
-                            SparseVector& selected) {
+void Caps::announce(const CompensatedGradient& compensated, float floor,
+                    std::span<const std::size_t> firsts, std::size_t stride) {
   limits_.clear();
   for (const Segment& segment : compensated.segments()) limits_.push_back(caps_[segment.parameter]);
+  compensated.device()->expect(
+      {.floor = std::max(floor, kNonZero), .limits = limits_, .firsts = firsts, .stride = stride});
+}
+
+void Caps::choose_on_device(const CompensatedGradient& compensated, float floor,
+                            SparseVector& selected) {
   compensated.device()->strongest(std::max(floor, kNonZero), limits_, selected);
   for (const Segment& segment : compensated.segments()) {
     const auto place = [&](std::size_t index) {

@@ -29,8 +29,11 @@ class Caps {
   }
   double sent() const;  ///< in this step so far
 
+  /// Tells the device of what `choose_on_device` will ask, and of a sample to be taken.
+  void announce(const CompensatedGradient& compensated, float floor,
+                std::span<const std::size_t> firsts = {}, std::size_t stride = 0);
   /// Replaces `selected` with the strongest entries of each parameter from `floor` up, as many as
-  /// its cap allows, and notes them. On a device.
+  /// its cap allows, and notes them. On a device, after `announce`.
   void choose_on_device(const CompensatedGradient& compensated, float floor,
                         SparseVector& selected);
 

@@ -139,6 +139,7 @@ class Reused final : public Selector {
     const float cut = sends_all() ? kNonZero : to_magnitude(cut_);
     if (compensated.device() != nullptr) {
       Stopwatch watch(look_seconds);
+      caps_.announce(compensated, cut);
       summary = compensated.summarize();
       if (!summary.finite()) return;
       caps_.choose_on_device(compensated, cut, selected);

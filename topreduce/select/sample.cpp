@@ -36,12 +36,17 @@ void Sample::note(std::size_t place, float left, float gradient) {
   values_[number] = number % 2 == 0 ? left + gradient : left - gradient;
 }
 
-template <class Visit>
-void Sample::visit_on_device(const CompensatedGradient& compensated, Visit&& visit) {
+std::span<const std::size_t> Sample::firsts(const CompensatedGradient& compensated) {
   firsts_.clear();
   for (const Segment& segment : compensated.segments()) {
     firsts_.push_back(first_place(segment.offset));
   }
+  return firsts_;
+}
+
+template <class Visit>
+void Sample::visit_on_device(const CompensatedGradient& compensated, Visit&& visit) {
+  firsts(compensated);
   compensated.device()->sample(firsts_, stride_, sampled_, gradients_);
   std::size_t next = 0, number = 0;
   for (const Segment& segment : compensated.segments()) {

@@ -19,6 +19,9 @@ class Sample {
   /// what is left and what drifts there, plus or minus this step's gradient by turns.
   void foresee(std::size_t offset, const kernels::Terms& terms, float cut, const Drift& drift);
 
+  /// Where the places begin in each segment.
+  std::span<const std::size_t> firsts(const CompensatedGradient& compensated);
+
   /// `take` for all of `compensated`, which may be on a device.
   void take(const CompensatedGradient& compensated);
   /// `foresee` for all of `compensated` on a device, where nothing drifts. `cuts`: one for each

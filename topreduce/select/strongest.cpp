@@ -21,6 +21,10 @@ void Strongest::begin(std::size_t limit, float floor) {
 
 void Strongest::look(const CompensatedGradient& compensated, kernels::Summary& summary) {
   if (compensated.device() != nullptr) {
+    cut_if_many();
+    if (limit_ > 0) {
+      compensated.device()->expect({.floor = floor_, .limits = {&limit_, 1}, .firsts = {}});
+    }
     summary = compensated.summarize();
     if (summary.finite() && limit_ > 0) look_on_device(*compensated.device());
     return;
@@ -31,7 +35,6 @@ void Strongest::look(const CompensatedGradient& compensated, kernels::Summary& s
 }
 
 void Strongest::look_on_device(Device& device) {
-  cut_if_many();
   device.strongest(floor_, {&limit_, 1}, found_);
   append(found_, found_.size());
 }

@@ -29,6 +29,8 @@ void ThresholdPredictor::choose(const CompensatedGradient& compensated, SparseVe
   selected.clear();
   if (compensated.device() != nullptr) {
     Stopwatch watch(look_seconds);
+    caps_.announce(compensated, cut_, sample_.firsts(compensated),
+                   static_cast<std::size_t>(sample_.stride()));
     summary = compensated.summarize();
     if (summary.finite()) choose_on_device(compensated, selected);
     return;

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch
+
 from topreduce.lab.experiments.methods import Method, parse_methods
 from topreduce.lab.experiments.runs import Network
 from topreduce.lab.network.cluster import Rate, parse_rates
@@ -49,6 +51,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     race.add_argument(
         "--compute", type=as_seconds, help="wait so long instead of computing, e.g. 50ms"
+    )
+    race.add_argument(
+        "--device", default="cpu", help="where models and gradients lie, e.g. cuda; ranks share it"
+    )
+    race.add_argument(
+        "--backend", default="gloo", help="of its process group, e.g. nccl: one device per rank"
     )
     _add_output(race)
 
@@ -95,7 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
         "instead of computing; goes with --clock race",
     )
     _add_output(train)
-    train.set_defaults(then=[])
+    train.set_defaults(then=[], device="cpu", backend="gloo")
 
     shown = commands.add_parser("report", help="one page from one or several results.json")
     shown.add_argument("files", nargs="+", type=Path, metavar="results.json")
@@ -151,9 +159,20 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for machines: all numbers")
 
 
+def _check_device(asked: argparse.Namespace) -> None:
+    if asked.device == "cpu":
+        return
+    if asked.compute is not None:
+        raise ValueError("--compute waits instead of computing: leave out --device")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != torch.device(asked.device).type:
+        raise ValueError(f"--device {asked.device}: torch finds {found or 'no accelerator'} here")
+
+
 def workload(asked: argparse.Namespace) -> Workload:
     """What was asked to compute."""
     check_model(asked.model)
+    _check_device(asked)
     return Workload(
         model=asked.model,
         batch=asked.batch,
@@ -161,6 +180,8 @@ def workload(asked: argparse.Namespace) -> Workload:
         compute=asked.compute,
         seed=asked.seed,
         shards=asked.shards,
+        device=asked.device,
+        backend=asked.backend,
     )
 
 

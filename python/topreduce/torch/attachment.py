@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from topreduce import Layout, Reducer
 from topreduce.torch.clock import StepClock
 from topreduce.torch.ddp_kind import DDPKind
-from topreduce.torch.device import GradientDevice, device_of
+from topreduce.torch.device import GradientDevice, bucket_cap_mb, device_of
 from topreduce.torch.eligibility import check_parameter, check_type
 from topreduce.torch.fsdp import local_part
 from topreduce.torch.fsdp_kind import FSDPKind
@@ -85,9 +85,10 @@ def attach(
     rank. In its first `warmup_steps` and `ramp_steps` more may be waited (`ramp_overhead`, 25 %). A
     list of densities, or a file of them, repeats another run (`Sync.choices`).
 
-    `bucket_cap_mb`: gradients that are exchanged together, as they become ready; DDP's own buckets
-    do not matter. `keep_dense`: patterns such as "*norm*" for parameters that are sent whole in
-    every step. `scaler`: the GradScaler that multiplies your loss, so that what is owed is kept
+    `bucket_cap_mb`: gradients that are exchanged together, as they become ready (1; on a device
+    more, by the size of the model, so that a step stops it about a hundred times at most); DDP's
+    own buckets do not matter. `keep_dense`: patterns such as "*norm*" for parameters that are sent
+    whole in every step. `scaler`: the GradScaler that multiplies your loss, so that what is owed is kept
     without its factor. `local_group`, for DDP: the ranks of this rank's machine, as a process
     group, or "host" for those of one host name and boot; gradients are then averaged inside each
     machine first, and one rank of each exchanges, and owes. `timeout`: how long to wait for a peer
@@ -243,10 +244,13 @@ def _prepare(
     local = {name: kind.local(parameter) for name, parameter in parameters.items()}
     layout = Layout([(name, stored_shape(each)) for name, each in local.items()])
     settings = {name: value for name, value in given.items() if value is not None}
+    # What ranks of a machine add up is in its main memory.
+    device = None if isinstance(comm, Levels) else device_of(local.values())
+    if device is not None:
+        given_cap = settings.get("bucket_cap_mb")
+        cap = _or_default(given_cap, "bucket_cap_mb", method, bucket_cap_mb(layout.size))
+        settings |= {} if cap is None else {"bucket_cap_mb": cap}
     reducer = kind.reducer(comm, layout, method, settings)
-    if isinstance(comm, Levels):  # what ranks of a machine add up is in its main memory
-        return _Prepared(reducer, parameters, None)
-    device = device_of(local.values())
     reducer.use(device)
     return _Prepared(reducer, parameters, device)
 

@@ -8,6 +8,7 @@ for a rank.
 import contextlib
 import errno
 import fcntl
+import ipaddress
 import json
 import os
 import secrets
@@ -16,8 +17,9 @@ import struct
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from topreduce import CommError
 from topreduce.torch.meeting import attempt, legible
@@ -86,15 +88,25 @@ def _listen(ranks: int) -> socket.socket:
 
 
 def _tell_where(store: Store, rank: int, port: int) -> None:
-    store.set(f"address {rank}", json.dumps({"hosts": own_hosts(), "port": port}))
+    where = {"hosts": own_hosts(store), "port": port}
+    where |= {"name": socket.gethostname(), "network": _network()}
+    store.set(f"address {rank}", json.dumps(where))
 
 
-def own_hosts() -> list[str]:
+def _network() -> str:
+    """Who shares a loopback interface with us says the same."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    return socket.gethostname()
+
+
+def own_hosts(store: Store) -> list[str]:
     """Addresses at which peers may reach this machine, the best first."""
     interface = os.environ.get(_INTERFACE, "").split(",")[0]
     if interface:
         return [_address_of(interface)]
-    return list(dict.fromkeys(_guesses()))
+    return list(dict.fromkeys(_guesses(store)))
 
 
 def _address_of(interface: str) -> str:
@@ -110,10 +122,12 @@ def _address_of(interface: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
-def _guesses() -> Iterator[str]:
+def _guesses(store: Store) -> Iterator[str]:
     """The way to the machine that all have reached already; then what the host's name means."""
-    master = os.environ.get("MASTER_ADDR")
-    if master:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    masters = [store.host if isinstance(store, TCPStore) else "", os.environ.get("MASTER_ADDR")]
+    for master in filter(None, masters):
         with contextlib.suppress(OSError):
             family, _, _, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as way:
@@ -135,7 +149,16 @@ def _call(
         )
     where = json.loads(legible(store.get(f"address {peer}")))
     failures = []
-    for host in where["hosts"]:
+    hosts = where["hosts"]
+    if where["network"] != _network():
+        hosts = [host for host in hosts if not _is_loopback(host)]
+        if not hosts:
+            raise CommError(
+                f"rank {names[rank]}: rank {names[peer]} knows no address of its machine "
+                f"{where['name']} that others can reach, only {', '.join(where['hosts'])} "
+                f"(its name may stand for one of these in /etc/hosts); there, {_ADVICE}"
+            )
+    for host in hosts:
         try:
             patience = min(timeout.total_seconds(), 10.0)
             return socket.create_connection((host, where["port"]), timeout=patience)
@@ -143,6 +166,12 @@ def _call(
             failures.append(f"{host} port {where['port']}: {error.strerror or error}")
     tried = "; ".join(failures)
     raise CommError(f"rank {names[rank]}: no connection to rank {names[peer]} ({tried}); {_ADVICE}")
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.split("%")[0]).is_loopback
+    return False
 
 
 def _answer(

@@ -7,7 +7,7 @@ kernels, bit for bit.
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,35 @@ from topreduce.torch.lane import Lane, is_foreign
 Floats = NDArray[np.float32]
 Indices = NDArray[np.uint32]
 
+_SEEN_AS = {
+    torch.float64: np.float64,
+    torch.float32: np.float32,
+    torch.int32: np.int32,
+}
+_WIDE = 2**31  # entries that 32 bits with a sign cannot count
+_STOPS = 100  # of the device in a step, at most about so many: two for each exchange
+
+
+def bucket_cap_mb(entries: int) -> float:
+    """The default on a device for a model of this size."""
+    return max(1.0, entries * 4 / 2**20 / (_STOPS / 2 - 2))
+
+
+class _Counted(NamedTuple):
+    """What is above a floor: so many up to each entry, and to the end of each part."""
+
+    floor: float
+    parts: int
+    running: Tensor
+    ends: list[int]
+
+
+class _Sampled(NamedTuple):
+    firsts: Sequence[int]
+    stride: int
+    values: Floats
+    gradients: Floats
+
 
 class GradientDevice(Device):
     """Gradients in DDP's buckets, and what is owed of them, on one device."""
@@ -30,7 +59,8 @@ class GradientDevice(Device):
         self.lane = Lane(device)
         self._wide = torch.float32 if device.type == "mps" else torch.float64  # for statistics
         self._gradients: dict[int, Tensor] = {}  # by number of the parameter
-        self._owed = torch.zeros(0, device=device)
+        self._owed = torch.empty(0, device=device)
+        self._gone: list[Tensor] = []  # energy, by commit
         self._close()
 
     def hold(self, numbers: Sequence[int], sizes: Sequence[int], bucket: Tensor) -> None:
@@ -43,15 +73,19 @@ class GradientDevice(Device):
     def release(self) -> None:
         """The step is over."""
         self._gradients.clear()
+        self._gone.clear()
         self._close()
 
     def _close(self) -> None:
         self._opened: list[Tensor] = []  # the gradients of the open exchange ...
         self._bases: list[Tensor] | None = None  # ... what is owed there ...
         self._scale = 1.0
-        self._x = torch.zeros(0, device=self.device)  # ... and what both come to, in one piece
+        self._x = torch.empty(0, device=self.device)  # ... and what both come to, in one piece
         self._parts: list[Tensor] = []  # of the same, by parameter
         self._seen: tuple[float, float] | None = None
+        self._counted: _Counted | None = None
+        self._sampled: _Sampled | None = None
+        self._expected: tuple[float, list[int], list[int], int] | None = None
 
     # ---- what the core asks for ----------------------------------------------------------------
 
@@ -71,6 +105,9 @@ class GradientDevice(Device):
             self._bases = [self._owed[start : start + size] for start, size in places]
             torch._foreach_add_(self._parts, self._bases)
 
+    def expect(self, floor: float, limits: list[int], firsts: list[int], stride: int) -> None:
+        self._expected = floor, limits, firsts, stride
+
     def survey(self) -> tuple[float, float]:
         """The sum of squares, and the largest magnitude: NaN if there is one."""
         if self._seen is None and self._x.numel() == 0:
@@ -78,42 +115,55 @@ class GradientDevice(Device):
         if self._seen is None:
             low, high = torch.aminmax(self._x)
             largest = torch.maximum(-low, high).to(self._wide)
-            energy, largest = torch.stack([self._energy(self._x), largest]).tolist()
-            self._seen = energy, largest
+            wanted = [torch.stack([self._energy(self._x), largest])]
+            if self._expected is None:
+                (seen,) = self._bring(wanted)
+            else:
+                # What the core will ask for next comes along: one stop instead of three.
+                floor, limits, firsts, stride = self._expected
+                running, counts = self._count(floor, limits)
+                wanted += [counts, *(self._every(firsts, stride) if stride else ())]
+                seen, told, *taken = self._bring(wanted)
+                self._counted = self._counted_by(floor, limits, running, told)
+                if stride:
+                    self._sampled = _Sampled(firsts, stride, taken[0], taken[1])
+            self._seen = float(seen[0]), float(seen[1])
         return self._seen
 
     def strongest(self, floor: float, limits: Sequence[int]) -> tuple[Indices, Floats]:
-        places = ((self._x >= floor) | (self._x <= -floor)).nonzero().squeeze(1)
-        if len(limits) == 1:
-            places = _cut(places, self._x, limits[0])
-        else:
-            sizes = [part.numel() for part in self._parts]
-            ends = torch.tensor(sizes, device=self.device).cumsum(0)
-            bounds = [0, *torch.searchsorted(places, ends).tolist()]
-            counts = [end - start for start, end in itertools.pairwise(bounds)]
-            if any(count > limit for count, limit in zip(counts, limits, strict=True)):
-                found = zip(_split(places, counts), limits, strict=True)
-                places = torch.cat([_cut(part, self._x, limit) for part, limit in found])
-        indices = self._to_host(places.to(torch.int32)).view(np.uint32)
-        return indices, self._to_host(self._x[places])
+        if self._x.numel() == 0:
+            return np.empty(0, np.uint32), np.empty(0, np.float32)
+        counted = self._counted
+        if counted is None or (counted.floor, counted.parts) != (floor, len(limits)):
+            running, told = self._count(floor, limits)
+            counted = self._counted_by(floor, limits, running, self._bring([told])[0])
+        counts = [end - start for start, end in itertools.pairwise([0, *counted.ends])]
+        places = _first(counted.running, sum(counts))
+        if any(count > limit for count, limit in zip(counts, limits, strict=True)):
+            found = zip(_split(places, counts), limits, strict=True)
+            places = torch.cat([_cut(part, self._x, limit) for part, limit in found])
+        if places.numel() == 0:
+            return np.empty(0, np.uint32), np.empty(0, np.float32)
+        indices, values = self._bring([places.to(torch.int32), self._x[places]])
+        return indices.view(np.uint32), values
 
     def sample(self, firsts: Sequence[int], stride: int) -> tuple[Floats, Floats]:
-        def every(parts: Iterable[Tensor]) -> Tensor:
-            pairs = zip(parts, firsts, strict=True)
-            return torch.cat([part[first::stride] for part, first in pairs])
-
-        gradients = every(self._opened).float()
-        if self._scale != 1:
-            gradients = gradients * self._scale
-        return self._to_host(every(self._parts)), self._to_host(gradients)
+        sampled = self._sampled
+        if sampled is not None and (sampled.firsts, sampled.stride) == (firsts, stride):
+            return sampled.values, sampled.gradients
+        values, gradients = self._bring(self._every(firsts, stride))
+        return values, gradients
 
     def evaluate(self) -> Floats:
         return self._to_host(self._x)
 
-    def commit(self, settled_at: Indices, settled: Floats, mean_at: Indices, mean: Floats) -> float:
+    def commit(self, settled_at: Indices, settled: Floats, mean_at: Indices, mean: Floats) -> None:
         # All that needs memory comes before anything is written.
-        places, values = self._places(settled_at), self._to_device(settled)
-        mean_places, means = self._places(mean_at), self._to_device(mean)
+        sent = [settled_at.view(np.int32), settled.view(np.int32)]
+        sent += [mean_at.view(np.int32), mean.view(np.int32)]
+        parts = _split(self._to_device(np.concatenate(sent)), [each.size for each in sent])
+        places, values = self._widened(parts[0]), parts[1].view(torch.float32)
+        mean_places, means = self._widened(parts[2]), parts[3].view(torch.float32)
         had = self._x[places]
         left = had - values
         gone = self._energy(had) - self._energy(left)
@@ -123,9 +173,9 @@ class GradientDevice(Device):
         self._x.zero_()
         self._x[mean_places] = means
         torch._foreach_copy_(self._opened, self._parts)
-        return float(gone)
+        self._gone.append(gone)
 
-    def commit_whole(self, settled: Floats | None, mean: Floats) -> float:
+    def commit_whole(self, settled: Floats | None, mean: Floats) -> None:
         means = self._to_device(mean)
         gone = self._energy(self._x)
         self._x -= self._x.clone() if settled is None else self._to_device(settled)
@@ -134,7 +184,12 @@ class GradientDevice(Device):
             torch._foreach_copy_(self._bases, self._parts)
         self._x.copy_(means)
         torch._foreach_copy_(self._opened, self._parts)
-        return float(gone)
+        self._gone.append(gone)
+
+    def settled_energy(self) -> float:
+        gone = self._gone
+        self._gone = []
+        return sum(self._to_host(torch.stack(gone)).tolist()) if gone else 0.0
 
     def spoil(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -157,8 +212,50 @@ class GradientDevice(Device):
     def _to_device(self, array: NDArray[Any]) -> Tensor:
         return self.lane.to_device(torch.from_numpy(array))
 
-    def _places(self, indices: Indices) -> Tensor:
-        return self._to_device(indices.astype(np.int64))
+    def _bring(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
+        """To main memory, in one copy."""
+        words = self._to_host(torch.cat([each.view(torch.int32) for each in tensors]))
+        found, start = [], 0
+        for each in tensors:
+            size = each.numel() * each.element_size() // 4
+            found.append(words[start : start + size].view(_SEEN_AS[each.dtype]))
+            start += size
+        return found
+
+    def _widened(self, indices: Tensor) -> Tensor:
+        wide = indices.long()
+        return wide if self._x.numel() < _WIDE else wide.bitwise_and_(0xFFFFFFFF)
+
+    # ---- on the device, without a stop ---------------------------------------------------------
+
+    def _count(self, floor: float, limits: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """How many entries are of magnitude >= floor up to each one, and to each part's end."""
+        dtype = torch.int32 if self._x.numel() < _WIDE else torch.int64
+        running = ((self._x >= floor) | (self._x <= -floor)).cumsum(0, dtype=dtype)
+        if len(limits) == 1:
+            return running, running[-1:].to(torch.int32)
+        lasts = np.cumsum([part.numel() for part in self._parts]) - 1
+        return running, running[self._to_device(lasts.clip(0))].to(torch.int32)
+
+    def _counted_by(
+        self, floor: float, limits: Sequence[int], running: Tensor, told: NDArray[Any]
+    ) -> _Counted:
+        """What `_count` came to."""
+        ends = told.tolist()
+        if len(limits) > 1:
+            sizes = itertools.accumulate(part.numel() for part in self._parts)
+            ends = [count if end else 0 for count, end in zip(ends, sizes, strict=True)]
+        return _Counted(floor, len(limits), running, ends)
+
+    def _every(self, firsts: Sequence[int], stride: int) -> list[Tensor]:
+        def every(parts: Iterable[Tensor]) -> Tensor:
+            pairs = zip(parts, firsts, strict=True)
+            return torch.cat([part[first::stride] for part, first in pairs])
+
+        gradients = every(self._opened).float()
+        if self._scale != 1:
+            gradients = gradients * self._scale
+        return [every(self._parts), gradients]
 
     def _energy(self, values: Tensor) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(values, dtype=self._wide)
@@ -177,6 +274,12 @@ def _split(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return list(torch.split(tensor, list(sizes)))
 
 
+def _first(running: Tensor, count: int) -> Tensor:
+    """Where a running count grows for the first `count` times."""
+    numbers = torch.arange(1, count + 1, dtype=running.dtype, device=running.device)
+    return torch.searchsorted(running, numbers)
+
+
 def _cut(places: Tensor, x: Tensor, limit: int) -> Tensor:
     """The `limit` strongest of `places` (ascending), ties to the lower one."""
     if places.numel() <= limit:
@@ -187,4 +290,5 @@ def _cut(places: Tensor, x: Tensor, limit: int) -> Tensor:
     weakest = magnitudes.topk(limit, sorted=False).values.min()
     stronger, ties = magnitudes > weakest, magnitudes == weakest
     wanted = limit - stronger.sum()
-    return places[stronger | (ties & (ties.cumsum(0) <= wanted))]
+    kept = stronger | (ties & (ties.cumsum(0) <= wanted))
+    return places[_first(kept.cumsum(0), limit)]

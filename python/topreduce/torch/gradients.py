@@ -1,7 +1,8 @@
 """How gradients lie in memory, and how the core sees them: flat, in fp32, in main memory."""
 
 import contextlib
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,6 +10,8 @@ from torch import Tensor
 from topreduce.torch.device import GradientDevice
 from topreduce.torch.lane import MAIN_MEMORY, Lane, is_foreign
 from topreduce.torch.steps import Step
+
+Marks = dict[torch.device, torch.Event | None]  # where gradients are complete, by device
 
 
 class Shards(Protocol):
@@ -48,18 +51,33 @@ class Pass:
 
     def __init__(self, step: Step, device: GradientDevice | None) -> None:
         self.step = step
-        self.mark: Any = None  # on the device: where all gradients are complete
         self.made: dict[int, Tensor] = {}  # flat means of parameters that have no gradient here
         self._copies: list[tuple[Tensor, Tensor]] = []  # gradients, and where their means are
         self._device = device
         self._lanes = {} if device is None else {device.device: device.lane}
 
-    def image(self, gradient: Tensor, home: Tensor) -> Tensor:
+    def mark(self, gradients: Iterable[Tensor]) -> Marks:
+        """Called by the thread that computes: these gradients are complete from here on."""
+        devices = {gradient.device for gradient in gradients}
+        return {device: self._lane(device).mark() for device in devices if is_foreign(device)}
+
+    def join(self) -> None:
+        """What the calling thread asks of devices from now on waits for the worker's work."""
+        for lane in self._lanes.values():
+            lane.join()
+
+    def wait_for(self, marks: Marks) -> None:
+        """What the worker asks of devices from now on waits."""
+        for device, mark in marks.items():
+            with self._lane(device).behind(mark):
+                pass
+
+    def image(self, gradient: Tensor, home: Tensor, marks: Marks) -> Tensor:
         """For the core: the gradient's own memory where possible. `home`: how it is to lie."""
         if gradient.dtype == torch.float32 and not is_foreign(gradient.device):
             return self._in_order(gradient, home)
         lane = self._lane(gradient.device)
-        with lane.behind(lane.mark()):
+        with lane.behind(marks.get(gradient.device)):
             host = lane.to_host(gradient.float())
         image = torch.empty_like(home, dtype=torch.float32, device=MAIN_MEMORY).copy_(host)
         self._copies.append((gradient, image))
@@ -84,14 +102,12 @@ class Pass:
     # ---- when the step is over, see steps.Receiver ----
 
     def queued(self) -> contextlib.AbstractContextManager[None]:
-        if self._device is None or self.mark is None:
-            return contextlib.nullcontext()
-        return self._device.lane.behind(self.mark)
+        return contextlib.nullcontext() if self._device is None else self._device.lane.behind(None)
 
     def give_back(self) -> None:
         for gradient, image in self._copies:
             lane = self._lane(gradient.device)
-            with lane.behind(lane.mark()):
+            with lane.behind(None):
                 gradient.copy_(image)
 
     def complete(self, error: Exception | None) -> None:

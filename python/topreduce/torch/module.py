@@ -21,7 +21,7 @@ from topreduce import Reducer
 from topreduce.torch import dense
 from topreduce.torch.device import GradientDevice
 from topreduce.torch.eligibility import HOOKED, is_stepped
-from topreduce.torch.gradients import Pass, Shards, flat, home_of, largest
+from topreduce.torch.gradients import Marks, Pass, Shards, flat, home_of, largest
 from topreduce.torch.kinds import plain_name
 from topreduce.torch.meeting import Ranks
 from topreduce.torch.steps import Steps, is_in_backward
@@ -159,14 +159,15 @@ class ModuleAdapter:
         order = list(taker.order)
         taker.end()
         current = self._current(steps)
-        if self._device is not None:
-            current.mark = self._device.lane.mark()
-        rest = [number for number in order if number not in early]
+        late = [number for number in order if number not in early]
+        rest = [(number, self._gradient(current, number)) for number in late]
         unused = [number for number in everything if not taker.used[number]]
-        steps.hand_over(current.step, lambda: self._add_rest(current, rest, unused))
+        marks = current.mark(gradient for _, gradient in rest)
+        steps.hand_over(current.step, lambda: self._add_rest(current, rest, marks, unused))
         self._pass = None
         steps.close(current.step, current)
         current.step.over.wait()
+        current.join()
         taker.forget_use()
         if current.step.error is not None:
             for parameter in self._parameters:
@@ -202,7 +203,8 @@ class ModuleAdapter:
     def _take(self, batch: Batch) -> None:
         if self._steps is not None:
             current = self._current(self._steps)
-            self._steps.hand_over(current.step, lambda: self._add(current, batch))
+            marks = current.mark(gradient for _, gradient in batch)
+            self._steps.hand_over(current.step, lambda: self._add(current, batch, marks))
 
     def _object(self, words: str) -> None:
         def refuse() -> None:
@@ -214,23 +216,23 @@ class ModuleAdapter:
 
     # ---- the worker's part ---------------------------------------------------------------------
 
-    def _add(self, current: Pass, batch: Batch) -> None:
+    def _add(self, current: Pass, batch: Batch, marks: Marks) -> None:
         gradients = []
         for number, gradient in batch:
-            image = current.image(gradient, self._homes[number])
+            image = current.image(gradient, self._homes[number], marks)
             gradients.append((number, image.numpy(), largest(self._parameters[number].dtype)))
         self._reducer.add_many(gradients)
 
-    def _add_rest(self, current: Pass, rest: list[int], unused: list[int]) -> None:
+    def _add_rest(self, current: Pass, rest: Batch, marks: Marks, unused: list[int]) -> None:
         """What was not taken early; zeros for parameters that have no gradient here."""
         self.taker.plan(self._reducer.buckets)
         if unused:
             self._reducer.participate(unused=unused)
-        batch = [(number, self._gradient(current, number)) for number in rest]
         if self._device is None or not self._reducer.on_device:
-            return self._add(current, batch)
+            return self._add(current, rest, marks)
+        current.wait_for(marks)
         with current.queued():
-            for number, gradient in batch:
+            for number, gradient in rest:
                 whole = current.on_device(gradient, self._homes[number])
                 self._device.hold([number], [whole.numel()], whole)
                 self._reducer.add_on_device([number], largest(self._parameters[number].dtype))

@@ -34,7 +34,7 @@ class Step:
         self.in_backward = True
         self.begun = False
         self.level = ""  # what it sends, in a word
-        self.loss_scale = 0.0  # not known
+        self.loss_scale: Callable[[], float] = lambda: 0.0  # not known
         self.participation = Participation()
         self.last_handed_over = 0.0  # when backward began to wait
         self.computed = self.waited = 0.0  # seconds until then, and from then on
@@ -185,7 +185,7 @@ class Steps:
         try:
             if not step.begun:
                 step.level = self._reducer.level
-                self._begin(step.loss_scale)
+                self._begin(step.loss_scale())
                 step.begun = True
                 if step.participation != Participation():
                     self._reducer.participate(**vars(step.participation))

@@ -3,12 +3,13 @@
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from topreduce.torch.lane import read_later
 from topreduce.torch.optimizers import FusedHint
 from topreduce.torch.scaling import Scaler, ScalerWatch
 
@@ -50,8 +51,15 @@ class Surroundings:
         notice = _LoadNotice(weakref.ref(self))
         self._handle = module.register_load_state_dict_post_hook(notice)  # type: ignore[no-untyped-call]
 
-    def loss_scale(self) -> float:
-        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+    def loss_scale(self) -> Callable[[], float]:
+        """Of the step that begins; the call waits for it, and may come from another thread."""
+        if self._scaler is None:
+            return lambda: 1.0
+        scale = getattr(self._scaler, "_scale", None)  # torch's get_scale() stops a device
+        if isinstance(scale, torch.Tensor) and not scale.is_cpu and scale.numel() == 1:
+            return read_later(scale)
+        known = float(self._scaler.get_scale())
+        return lambda: known
 
     def participation(self, *, in_backward: bool) -> Participation:
         """Of the step that begins. Outside of backward() this rank has joined."""

@@ -56,10 +56,12 @@ def launch(
     options: Options,
     on_report: Callable[[Report], None] = lambda report: None,
     places: Sequence[Place] | None = None,
+    backend: str = "gloo",
 ) -> list[Result]:
-    """Run `body(rank, world_size, options, report)` in processes joined by a Gloo group.
+    """Run `body(rank, world_size, options, report)` in processes joined by a process group.
 
     `places`: where each rank runs; without them all share this machine's loopback interface.
+    `backend`: as for torch.distributed.init_process_group.
     Returns the results by rank; what a body reports arrives at `on_report` as it goes. The body
     must be importable by name, and what it takes and gives is pickled. When this call is over,
     for whatever reason, so are its processes.
@@ -72,7 +74,9 @@ def launch(
         try:
             with _interrupts_held_back():
                 for rank, place in zip(range(world_size), places, strict=True):
-                    ranks.append(_Rank(rank, world_size, place, Path(folder), body, options))
+                    ranks.append(
+                        _Rank(rank, world_size, place, Path(folder), backend, body, options)
+                    )
             _listen(ranks, on_report)
         finally:
             for one in ranks:
@@ -108,6 +112,7 @@ class _Rank:
         world_size: int,
         place: Place,
         folder: Path,
+        backend: str,
         body: Body[Any, Any, Any],
         options: Any,
     ) -> None:
@@ -122,7 +127,7 @@ class _Rank:
         self.pipe, sender = context.Pipe(duplex=False)
         self._process = context.Process(
             target=_run,
-            args=(rank, world_size, place, folder, self._output, sender, body, options),
+            args=(rank, world_size, place, folder, self._output, sender, backend, body, options),
             name=f"topreduce-rank-{rank}",
             daemon=True,
         )
@@ -220,6 +225,7 @@ def _run(
     folder: Path,
     output: Path,
     pipe: connection.Connection[Any, Any],
+    backend: str,
     body: Body[Any, Any, Any],
     options: Any,
 ) -> None:
@@ -231,7 +237,7 @@ def _run(
             enter(place.namespace)  # before any thread that opens connections
         # A file instead of a port: no two launches can meet.
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{folder / 'meeting'}",
             rank=rank,
             world_size=world_size,

@@ -81,6 +81,8 @@ def race_rank(
 ) -> list[tuple[int, list[Step], list[Step]]]:
     """One rank's part: parameters, counted steps and those before them, of every method."""
     torch.set_num_threads(1)
+    if options.workload.device != "cpu":
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
     methods = [method.steady() for method in options.methods]
     replicas = [Replica(rank, options.workload, method) for method in methods]
     counted: list[list[Step]] = [[] for _ in replicas]

@@ -65,6 +65,8 @@ class Replica:
             nn.utils.clip_grad_norm_(self.task.model.parameters(), _LARGEST_NORM)
             self._optimizer.step()
         self.attached.after_step()
+        if loss.device.type != "cpu":
+            torch.accelerator.synchronize()
         end = time.monotonic()
         self.steps += 1
         sent = interface_bytes() - sent

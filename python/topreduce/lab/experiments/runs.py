@@ -28,6 +28,7 @@ from topreduce.lab.network.namespaces import ClusterError
 from topreduce.lab.network.relay import Relay
 from topreduce.lab.network.selftest import LinkCheck, check_links, refuse_if_off
 from topreduce.lab.report.results import RESULTS, Results, save
+from topreduce.lab.tasks.models import backends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +202,8 @@ def _race(console: Console, network: Network, options: RaceOptions, made: Built)
                 for host, rate in zip(made.hosts, waiting.pop(0)[1], strict=True):
                     host.limit(rate, network.delay)
 
-        ranks = launch(race_rank, network.ranks, options, show, made.places)
+        backend = backends(options.workload)
+        ranks = launch(race_rank, network.ranks, options, show, made.places, backend)
     return race_rows(options, ranks)
 
 

@@ -31,6 +31,8 @@ class Workload:
     compute: float | None = None  # seconds to wait instead of computing
     seed: int = 0
     shards: int = 1  # ranks on a host, which share a replica; 1: every rank has its own
+    device: str = "cpu"  # where models and data lie, such as cuda
+    backend: str = "gloo"  # of the device's process group
 
 
 class Task(Protocol):
@@ -54,6 +56,12 @@ def check_model(name: str) -> None:
     """ValueError for a model that no rank could make."""
     if name not in MODELS:
         own_maker(name)
+
+
+def backends(workload: Workload) -> str:
+    """For torch.distributed.init_process_group: of main memory, and of the device."""
+    device = workload.device
+    return "gloo" if device == "cpu" else f"cpu:gloo,{device}:{workload.backend}"
 
 
 def make_task(workload: Workload) -> Task:
@@ -97,7 +105,7 @@ class _Writing:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.text = load_text()
-        self.model: nn.Module = _language_model(workload, self.text)
+        self.model: nn.Module = _language_model(workload, self.text).to(workload.device)
         self.learning_rate = 1e-3 if workload.model == "gpt:10m" else 3e-3
 
     def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
@@ -105,7 +113,7 @@ class _Writing:
         inputs, targets = self.text.training_batch(
             load.batch, load.context, seed=load.seed, rank=rank, step=step
         )
-        return next_id_loss(model, inputs, targets)
+        return next_id_loss(model, inputs.to(load.device), targets.to(load.device))
 
     @torch.no_grad()
     def validation_loss(self, part: int, parts: int) -> float:
@@ -139,14 +147,14 @@ class _Digits:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.digits = load_digits()
-        self.model: nn.Module = seeded(workload.seed, ResNet)
+        self.model: nn.Module = seeded(workload.seed, ResNet).to(workload.device)
 
     def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
         load = self.workload
         pictures, names = self.digits.training_batch(
             load.batch, seed=load.seed, rank=rank, step=step
         )
-        return F.cross_entropy(model(pictures), names)
+        return F.cross_entropy(model(pictures.to(load.device)), names.to(load.device))
 
     @torch.no_grad()
     def validation_loss(self, part: int, parts: int) -> float:
