@@ -52,7 +52,7 @@ void Reducer::Impl::note_density() {
 }
 
 void Reducer::Impl::note_gradient() {
-  last_added = Clock::now();
+  last_added = std::chrono::steady_clock::now();
   // Without the network, where it mostly waits.
   worked_meanwhile = running[Stage::look] + running[Stage::choose] + running[Stage::pack] +
                      running[Stage::unpack] + running[Stage::commit];
@@ -61,7 +61,7 @@ void Reducer::Impl::note_gradient() {
 void Reducer::Impl::time_step(std::uint64_t number) {
   const auto now = std::chrono::steady_clock::now();
   finished_at = now;
-  stats.seconds_computed = seconds_between(began, last_added);
+  stats.seconds_computed = seconds_between(opened_at, last_added);
   stats.seconds_waited = seconds_between(last_added, now);
   measured = {number,
               level,

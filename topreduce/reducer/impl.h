@@ -174,7 +174,7 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   Regime regime = Regime::compress;
   tuning::Level level;
   Budget budget;
-  std::chrono::steady_clock::time_point first_started;
+  std::chrono::steady_clock::time_point opened_at, first_started, last_added;
   bool any_started = false;
   double worked_meanwhile = 0;  // seconds until the last gradient came
   std::optional<std::chrono::steady_clock::time_point> finished_at;  // the step before

@@ -88,8 +88,8 @@ def attach(
     `bucket_cap_mb`: gradients that are exchanged together, as they become ready (1; on a device
     more, by the size of the model, so that a step stops it about a hundred times at most); DDP's
     own buckets do not matter. `keep_dense`: patterns such as "*norm*" for parameters that are sent
-    whole in every step. `scaler`: the GradScaler that multiplies your loss, so that what is owed is kept
-    without its factor. `local_group`, for DDP: the ranks of this rank's machine, as a process
+    whole in every step. `scaler`: the GradScaler that multiplies your loss, so that what is owed is
+    kept without its factor. `local_group`, for DDP: the ranks of this rank's machine, as a process
     group, or "host" for those of one host name and boot; gradients are then averaged inside each
     machine first, and one rank of each exchanges, and owes. `timeout`: how long to wait for a peer
     that is silent, which may just be busy; None waits as long as the model's process group.
