@@ -163,7 +163,7 @@ def _lines(
     """A line for each run; runs that differ by their seed share colour and name."""
     labels = list(dict.fromkeys(run.label for run in all_runs or runs))
     series = [Series(run.label, _thinned(points(run)), labels.index(run.label)) for run in runs]
-    yield line_chart(x_label, y_label, series, scale, levels)
+    yield line_chart(x_label, y_label, series, scale, levels=levels)
     shown = {run.label for run in runs}
     yield _legend([(labels.index(label), label) for label in labels if label in shown])
 

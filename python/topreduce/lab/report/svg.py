@@ -41,8 +41,8 @@ def line_chart(
     y_label: str,
     series: Sequence[Series],
     x_scale: Scale,
-    levels: Sequence[tuple[str, float]] = (),
     y_scale: Scale = "linear",
+    levels: Sequence[tuple[str, float]] = (),
 ) -> str:
     """Lines over common axes, and `levels` across, with their names; points that are not finite
     are left out.
