@@ -208,7 +208,9 @@ def test_a_logarithmic_axis_has_points_and_no_bars() -> None:
 
 def test_the_loss_to_reach_is_a_line() -> None:
     points = [(0.0, 4.0), (10.0, 2.0)]
-    chart = line_chart("x", "y", [Series("s", points, 0)], "linear", [("to reach: 1.5", 1.5)])
+    chart = line_chart(
+        "x", "y", [Series("s", points, 0)], "linear", levels=[("to reach: 1.5", 1.5)]
+    )
     assert "to reach: 1.5" in chart
     (y,) = re.findall(r'class="level" d="M[\d.]+ ([\d.]+)H', chart)
     (last,) = re.findall(r'class="line s0" d="M.*L[\d.]+ ([\d.]+)"', chart)
