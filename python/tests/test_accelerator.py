@@ -218,7 +218,7 @@ def train_on_two_levels(rank: Rank) -> None:
     assert there.digest() == here.digest() or not is_fake()
 
 
-def test_several_ranks_per_machine() -> None:
+def test_two_levels_on_a_device() -> None:
     accelerated(3).run(train_on_two_levels)
 
 
@@ -247,7 +247,7 @@ def race(rank: Rank) -> None:
     methods = parse_methods("noop,dense,topk:density=0.01")
     options = RaceOptions(workload=workload, methods=methods, rounds=1, steps=1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    for parameters, steps in race_rank(rank.rank, rank.ranks, options, lambda turn: None):
+    for parameters, steps, _ in race_rank(rank.rank, rank.ranks, options, lambda turn: None):
         assert parameters > 500_000
         assert len(steps) == 1
         assert math.isfinite(steps[0].loss)
