@@ -244,17 +244,7 @@ TEST(DensityController, LimitsWhatItCostsInAll) {
 }
 
 // Even the least costs too much: then what is beyond that is limited.
-TEST(DensityController, TakesTheProcessorAsItIs) {
-  const Hosts hosts{.rate = 100 * kMbit, .work = 30e-3, .work_per_byte = 5e-9, .slowdown = 1};
-  Training run;
-  run.steps(hosts, 2 * kSettled);
-  EXPECT_TRUE(run.controller.settled());
-  expect_best(run, hosts, 0.05);
-  run.steps(hosts, 60);
-  EXPECT_EQ(run.moves(60), 0);
-}
-
-TEST(DensityController, WhatCannotBeSavedIsNoReasonToSpendMore) {
+TEST(DensityController, WhatCannotBeSavedIsGiven) {
   const Hosts hosts{.rate = 1000 * kMbit, .work = 30e-3, .work_per_byte = 16e-9, .slowdown = 1};
   Training run;
   run.steps(hosts, 2 * kSettled);

@@ -30,10 +30,9 @@ constexpr double kLeastUp = 1.1, kMostUp = 32, kLeastDown = 1.0 / 32, kMostDown 
 constexpr double kOfTheRoom = 0.95;
 
 // All that it costs, by waiting and by work on cores that compute, times what may be waited.
-constexpr double kInAll = 1.4;
-constexpr double kShares = 0.5;  // of the work that makes the computing longer: cores are shared
-constexpr double kHardlyLess = 0.85;  // waiting and work, with half of the bytes
-constexpr double kTellsWork = 0.01;   // of the computing: differences of work that tell anything
+constexpr double kInAll = 1.1;
+constexpr double kGuess = 0.5, kGuessWithin = 0.5, kMostSlowdown = 2;  // seconds per second of work
+constexpr double kLeastScatter = 0.003;                                // of the computing
 constexpr std::size_t kMostVisits = 32;
 constexpr double kAsForetold = 0.9;  // bytes
 
@@ -85,39 +84,54 @@ bool DensityController::fits(const Measurement& taken) const {
   return taken.waited <= allowed(taken) && fits_processor(taken);
 }
 
-double DensityController::cost(const Measurement& taken) const {
-  return taken.waited + slowdown_ * taken.busy;
+// Seconds of computing that the work for the bytes adds.
+double DensityController::slowed(const Measurement& taken) const {
+  return slowdown_ * std::max(0.0, taken.busy - given_);
 }
 
 double DensityController::allowed_in_all(const Measurement& taken) const {
-  return std::max(given_, floor_) + kInAll * overhead_ * (taken.computed + taken.waited);
+  return floor_ + kInAll * overhead_ * (taken.computed + taken.waited);
 }
 
 bool DensityController::fits_processor(const Measurement& taken) const {
-  return cost(taken) <= allowed_in_all(taken);
+  return taken.waited + slowed(taken) <= allowed_in_all(taken);
 }
 
-// Whether the computing takes longer with more work beside it, by a line through all visits. Its
-// slope is too uncertain for more than that: cores are shared, or they are not.
+// How many times as many bytes the processor allows.
+double DensityController::by_processor(const Measurement& taken) const {
+  const double slower = slowed(taken);
+  const double left = allowed_in_all(taken) - std::min(taken.waited, allowed(taken));
+  return slower * kMostUp > left ? left / slower : kMostUp;
+}
+
+// How much longer the computing takes with more work beside it: the slope of a line through all
+// visits, held to a first guess as far as times scatter. And what of that work no lower rung would
+// save, by a line through the lowest and the highest.
 void DensityController::learn_processor() {
-  double work = 0, computed = 0, least = Measurement::kUnknown, most = 0;
-  for (const Visit& visit : visits_) {
-    work += visit.taken.busy;
-    computed += visit.taken.computed;
-    least = std::min(least, visit.taken.busy);
-    most = std::max(most, visit.taken.busy);
+  const auto by_bytes = [](const Visit& visit) { return visit.taken.bytes; };
+  const Measurement& low = std::ranges::min_element(visits_, {}, by_bytes)->taken;
+  const Measurement& high = std::ranges::max_element(visits_, {}, by_bytes)->taken;
+  given_ = low.busy;
+  if (high.busy > low.busy && high.bytes > low.bytes) {
+    const double of_bytes = (high.busy - low.busy) * low.bytes / (high.bytes - low.bytes);
+    given_ = std::max(0.0, low.busy - of_bytes);
   }
   const auto count = static_cast<double>(visits_.size());
-  work /= count;
-  computed /= count;
-  if (most - least < kTellsWork * computed) return;
+  double work = 0, computed = 0, scatter = 0;
+  for (const Visit& visit : visits_) {
+    work += visit.taken.busy / count;
+    computed += visit.taken.computed / count;
+    scatter += visit.scatter / count;
+  }
+  scatter = std::max(scatter, kLeastScatter * computed);
   double products = 0, squares = 0;
   for (const Visit& visit : visits_) {
     const double more = visit.taken.busy - work;
     products += more * (visit.taken.computed - computed);
     squares += more * more;
   }
-  slowdown_ = products > kShares * squares ? 1 : 0;
+  const double doubt = scatter * scatter / (kGuessWithin * kGuessWithin);
+  slowdown_ = std::clamp((products + doubt * kGuess) / (squares + doubt), 0.0, kMostSlowdown);
 }
 
 // What is known of the rungs, by what is known of the processor now.
@@ -145,6 +159,12 @@ Measurement DensityController::median_of_last(std::size_t count) const {
           of(&Measurement::overlap),  of(&Measurement::bytes),  of(&Measurement::busy)};
 }
 
+// Of the computing, in the looks at this rung.
+double DensityController::scatter() const {
+  const auto [least, most] = std::ranges::minmax(looks_, {}, &Measurement::computed);
+  return (most.computed - least.computed) / 2;
+}
+
 // The highest rung with at most so many bytes; the lowest if there is none.
 std::size_t DensityController::rung_with(double bytes) const {
   const auto above = std::ranges::upper_bound(ladder_, bytes, {}, &Rung::bytes);
@@ -165,10 +185,9 @@ void DensityController::look_for(const Measurement* held) {
   visits_.clear();
   stride_ = 1;
   floor_ = 0;
-  given_ = 0;
   slower_.reset();
   if (held == nullptr) return;
-  visits_.push_back({rung_, *held});
+  visits_.push_back({rung_, *held, scatter()});
   sort_out();
 }
 
@@ -185,7 +204,7 @@ void DensityController::go_up(const Measurement& taken) {
   const double room = taken.overlap + allowed(taken);
   double factor = kMostUp;
   if (taken.exchanging * kMostUp > room) factor = kOfTheRoom * room / taken.exchanging;
-  if (slowdown_ > 0) factor = std::min(factor, allowed_in_all(taken) / cost(taken));
+  factor = std::min(factor, by_processor(taken));
   if (options_.most_bytes > 0 && taken.bytes > 0) {
     factor = std::min(factor, options_.most_bytes / taken.bytes);
   }
@@ -199,21 +218,13 @@ void DensityController::go_down(const Measurement& taken) {
   double factor = 1;
   const double too_long = taken.waited - allowed(taken);
   if (too_long > 0) factor = taken.exchanging > 0 ? 1 - too_long / taken.exchanging : kLeastDown;
-  if (!fits_processor(taken)) factor = std::min(factor, allowed_in_all(taken) / cost(taken));
+  factor = std::min(factor, by_processor(taken));
   if (options_.most_bytes > 0 && taken.bytes > 0) {
     factor = std::min(factor, options_.most_bytes / taken.bytes);
   }
   const double bytes = ladder_[rung_].bytes * std::clamp(factor, kLeastDown, kMostDown);
   stride_ = 1;
   try_next(std::min(rung_with(bytes), rung_ - 1));
-}
-
-// Clearly fewer bytes than another rung, and yet hardly less waiting and work.
-bool DensityController::saves_little(const Measurement& taken) const {
-  const auto all = [](const Measurement& of) { return of.waited + of.busy; };
-  return std::ranges::any_of(visits_, [&](const Visit& visit) {
-    return taken.bytes < visit.taken.bytes / 2 && all(taken) > kHardlyLess * all(visit.taken);
-  });
 }
 
 // A threshold may need some steps to follow the density. Fewer bytes than other rungs foretell tell
@@ -252,7 +263,7 @@ void DensityController::search() {
     if (!news) sent = rung_;
   }
   std::erase_if(visits_, [&](const Visit& visit) { return visit.rung == sent; });
-  if (visits_.size() < kMostVisits) visits_.push_back({sent, taken});
+  if (visits_.size() < kMostVisits) visits_.push_back({sent, taken, scatter()});
   learn_processor();
   sort_out();
   if (!good_ && slower_ && taken.waited > allowed(taken) &&
@@ -262,10 +273,6 @@ void DensityController::search() {
     floor_ = kAboveFloor * std::max(taken.waited, slower_->waited);
     sort_out();
     if (good_) return settle(*good_);
-  }
-  if (!good_ && (bad_ == 0 || saves_little(taken)) && taken.waited <= allowed(taken)) {
-    given_ = cost(taken);
-    sort_out();
   }
   if (taken.waited > allowed(taken)) slower_ = taken;
   if (!good_ && bad_ == 0) return settle(0);
@@ -313,10 +320,8 @@ void DensityController::hold() {
   if (held_ < patience_ || !fits(recent)) return;
   patience_ = std::min(2 * patience_, kLongestPatience);
   const double floor = floor_;
-  const double given = given_;
   look_for(&recent);
   floor_ = floor;
-  given_ = given;
   sort_out();
   move_to(rung_ + 1);
 }
@@ -345,10 +350,10 @@ std::string DensityController::reason() const {
   text << ", " << percent(overhead_) << " % allowed";
   if (settled() && rung_ + 1 == ladder_.size()) text << "; there is no more to send";
   if (settled() && rung_ == 0 && ladder_.size() > 1) text << "; it may not be less";
-  if (slowdown_ > 0 && !looks_.empty()) {
+  if (!looks_.empty()) {
     const Measurement recent = median_of_last(kMedian);
-    const double slower = slowdown_ * recent.busy / (recent.computed + recent.waited);
-    text << "; shares the processor for another " << percent(slower) << " %";
+    const double slower = slowed(recent) / (recent.computed + recent.waited);
+    if (slower > 0.001) text << "; shares the processor for another " << percent(slower) << " %";
   }
   if (floor_ > 0) text << "; fewer bytes would save no time";
   return text.str();

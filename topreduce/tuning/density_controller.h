@@ -59,11 +59,11 @@ class TOPREDUCE_API DensityController {
   void hold();
   void learn_processor();
   void sort_out();
-  double cost(const Measurement& taken) const;
+  double slowed(const Measurement& taken) const;
+  double by_processor(const Measurement& taken) const;
   double allowed_in_all(const Measurement& taken) const;
   bool fits_processor(const Measurement& taken) const;
   std::size_t rung_sent(const Measurement& taken) const;
-  bool saves_little(const Measurement& taken) const;
   void settle(std::size_t rung);
   void look_for(const Measurement* held);
   void move_to(std::size_t rung);
@@ -74,6 +74,7 @@ class TOPREDUCE_API DensityController {
   double allowed(const Measurement& taken) const;
   std::size_t rung_with(double bytes) const;
   Measurement median_of_last(std::size_t count) const;
+  double scatter() const;
 
   std::vector<Rung> ladder_;
   Options options_;
@@ -85,10 +86,11 @@ class TOPREDUCE_API DensityController {
   struct Visit {
     std::size_t rung;
     Measurement taken;
+    double scatter;  // of the computing, seconds
   };
   std::vector<Visit> visits_;          // rungs that this search has tried
   double slowdown_ = 0;                // seconds of computing that a second of work costs
-  double given_ = 0;                   // seconds of waiting and work that fewer bytes hardly save
+  double given_ = 0;                   // seconds of work that no lower rung would save
   int to_skip_ = 0;                    // steps before the stages have followed a change
   std::vector<Measurement> looks_;     // at this rung, oldest first
   double floor_ = 0;                   // seconds of waiting that fewer bytes do not shorten
