@@ -243,6 +243,19 @@ TEST(DensityController, LimitsWhatItCostsInAll) {
   EXPECT_GT(other.rung(), run.rung());
 }
 
+// What was tried first may have been cheaper than it is later on.
+TEST(DensityController, GoesDownWhereWorkGrows) {
+  Hosts hosts{.rate = 1000 * kMbit, .work = 5e-3, .work_per_byte = 5e-9, .slowdown = 1};
+  Training run;
+  run.steps(hosts, 2 * kSettled);
+  const std::size_t before = run.rung();
+  hosts.work_per_byte *= 3;
+  EXPECT_GT(hosts.cost(run.rungs[before].bytes), 0.1);
+  run.steps(hosts, 2 * kSettled);
+  EXPECT_LT(run.rung(), before);
+  EXPECT_LE(hosts.cost(run.rungs[run.rung()].bytes), 0.09);
+}
+
 // Even the least costs too much: then what is beyond that is limited.
 TEST(DensityController, WhatCannotBeSavedIsGiven) {
   const Hosts hosts{.rate = 1000 * kMbit, .work = 30e-3, .work_per_byte = 16e-9, .slowdown = 1};

@@ -34,7 +34,7 @@ constexpr double kInAll = 1.1;
 constexpr double kGuess = 0.5, kGuessWithin = 0.5, kMostSlowdown = 2;  // seconds per second of work
 constexpr double kLeastScatter = 0.003;                                // of the computing
 constexpr std::size_t kMostVisits = 32;
-constexpr double kAsForetold = 0.9;  // bytes
+constexpr double kAsForetold = 0.9, kLeastForetold = 0.7;  // bytes
 
 // Waiting that bytes are not to blame for.
 constexpr double kClearlyFewer = 0.7, kHardlyShorter = 0.8, kAboveFloor = 1.1;
@@ -208,7 +208,8 @@ void DensityController::go_up(const Measurement& taken) {
   if (options_.most_bytes > 0 && taken.bytes > 0) {
     factor = std::min(factor, options_.most_bytes / taken.bytes);
   }
-  const double bytes = ladder_[rung_].bytes * std::clamp(factor, kLeastUp, kMostUp);
+  const double from = std::min(ladder_[rung_].bytes, taken.bytes);
+  const double bytes = from * std::clamp(factor, kLeastUp, kMostUp);
   try_next(std::max(rung_with(bytes), rung_ + stride_));
   stride_ *= 2;
 }
@@ -231,7 +232,7 @@ void DensityController::go_down(const Measurement& taken) {
 // of a lower rung: this one. What sends everything needs no steps, and tells nothing of the others.
 std::size_t DensityController::rung_sent(const Measurement& taken) const {
   if (level().everything()) return rung_;
-  double usual = 0;
+  double usual = kLeastForetold;
   for (const Visit& visit : visits_) {
     if (ladder_[visit.rung].level.everything()) continue;
     usual = std::max(usual, visit.taken.bytes / ladder_[visit.rung].bytes);
@@ -294,9 +295,11 @@ void DensityController::hold() {
   if (!usual_ && looks_.size() >= kMedian) usual_ = recent;
   const bool too_many =
       options_.most_bytes > 0 && recent.bytes > options_.most_bytes * (1 + overhead_);
-  const bool too_long = looks_.size() >= kMedian &&
-                        recent.waited > kTooLong * allowed(recent) +
-                                            kTooLongBeside * (recent.computed + recent.waited);
+  const double beside = kTooLongBeside * (recent.computed + recent.waited);
+  const bool too_long =
+      looks_.size() >= kMedian &&
+      (recent.waited > kTooLong * allowed(recent) + beside ||
+       recent.waited + slowed(recent) > kTooLong * allowed_in_all(recent) + beside);
   if ((too_long || too_many) && rung_ > 0) {
     patience_ = kFirstPatience;
     look_for(&recent);
