@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::uint64_t kFirstSteps = 2;  // which also allocate, connect and learn the order
 constexpr std::size_t kMostLooks = 9;
-constexpr std::size_t kEnough = 3;  // looks, where the first two leave a doubt
+constexpr std::size_t kEnough = 4;  // looks, where the first two leave a doubt
 constexpr double kDoubt = 0.25;     // of what may be waited
 constexpr std::size_t kNear = 2;    // rungs between good and bad that are not worth another look
 
@@ -20,21 +20,24 @@ constexpr std::size_t kNear = 2;    // rungs between good and bad that are not w
 constexpr std::size_t kMedian = 5;        // steps
 constexpr double kTooLong = 1.3;          // times what is allowed ...
 constexpr double kTooLongBeside = 0.005;  // ... and this part of a step
-constexpr double kQuicker = 0.7;          // exchanges, times the usual
+constexpr double kQuicker = 0.5;          // exchanges, times the usual
 constexpr double kMatters = 0.25;         // of the room: what exchanges take, to be looked at
 constexpr double kLonger = 1.25;          // computing, times the usual
 constexpr std::uint64_t kFirstPatience = 100, kLongestPatience = 1024;  // steps until another try
 
 // Going up and down: factors of bytes.
-constexpr double kLeastUp = 1.1, kMostUp = 32, kLeastDown = 1.0 / 32, kMostDown = 0.9;
+constexpr double kLeastUp = 1.1, kMostUp = 4, kLeastDown = 1.0 / 32, kMostDown = 0.9;
+constexpr double kLeastByProcessor = 0.25, kLeastFromHold = 0.5;
 constexpr double kOfTheRoom = 0.95;
 
 // All that it costs, by waiting and by work on cores that compute, times what may be waited.
-constexpr double kInAll = 1.1;
-constexpr double kGuess = 0.5, kGuessWithin = 0.5, kMostSlowdown = 2;  // seconds per second of work
-constexpr double kLeastScatter = 0.003;                                // of the computing
+constexpr double kInAll = 1.0;
+constexpr double kGuess = 1, kGuessWithin = 0.3, kMostSlowdown = 2;  // seconds per second of work
+constexpr double kLeastScatter = 0.003;                              // of the computing
+constexpr double kDeviations = 1.5;  // a standard deviation, times the median deviation
 constexpr std::size_t kMostVisits = 32;
-constexpr double kAsForetold = 0.9, kLeastForetold = 0.7;  // bytes
+constexpr double kAsForetold = 0.9;    // bytes
+constexpr double kStillRising = 1.08;  // bytes, from one look to the next
 
 // Waiting that bytes are not to blame for.
 constexpr double kClearlyFewer = 0.7, kHardlyShorter = 0.8, kAboveFloor = 1.1;
@@ -101,7 +104,7 @@ bool DensityController::fits_processor(const Measurement& taken) const {
 double DensityController::by_processor(const Measurement& taken) const {
   const double slower = slowed(taken);
   const double left = allowed_in_all(taken) - std::min(taken.waited, allowed(taken));
-  return slower * kMostUp > left ? left / slower : kMostUp;
+  return slower * kMostUp > left ? std::max(left / slower, kLeastByProcessor) : kMostUp;
 }
 
 // How much longer the computing takes with more work beside it: the slope of a line through all
@@ -161,8 +164,11 @@ Measurement DensityController::median_of_last(std::size_t count) const {
 
 // Of the computing, in the looks at this rung.
 double DensityController::scatter() const {
-  const auto [least, most] = std::ranges::minmax(looks_, {}, &Measurement::computed);
-  return (most.computed - least.computed) / 2;
+  const double middle = median_of_last(kMostLooks).computed;
+  std::array<double, kMostLooks> values;
+  std::ranges::transform(looks_, values.begin(),
+                         [&](const Measurement& look) { return std::abs(look.computed - middle); });
+  return kDeviations * median(std::span(values).first(looks_.size()));
 }
 
 // The highest rung with at most so many bytes; the lowest if there is none.
@@ -208,14 +214,13 @@ void DensityController::go_up(const Measurement& taken) {
   if (options_.most_bytes > 0 && taken.bytes > 0) {
     factor = std::min(factor, options_.most_bytes / taken.bytes);
   }
-  const double from = std::min(ladder_[rung_].bytes, taken.bytes);
-  const double bytes = from * std::clamp(factor, kLeastUp, kMostUp);
+  const double bytes = ladder_[rung_].bytes * std::clamp(factor, kLeastUp, kMostUp);
   try_next(std::max(rung_with(bytes), rung_ + stride_));
   stride_ *= 2;
 }
 
 // What was too long would have taken so many bytes of the exchange.
-void DensityController::go_down(const Measurement& taken) {
+void DensityController::go_down(const Measurement& taken, double least) {
   double factor = 1;
   const double too_long = taken.waited - allowed(taken);
   if (too_long > 0) factor = taken.exchanging > 0 ? 1 - too_long / taken.exchanging : kLeastDown;
@@ -223,7 +228,8 @@ void DensityController::go_down(const Measurement& taken) {
   if (options_.most_bytes > 0 && taken.bytes > 0) {
     factor = std::min(factor, options_.most_bytes / taken.bytes);
   }
-  const double bytes = ladder_[rung_].bytes * std::clamp(factor, kLeastDown, kMostDown);
+  const double bytes =
+      ladder_[rung_].bytes * std::clamp(factor, std::max(least, kLeastDown), kMostDown);
   stride_ = 1;
   try_next(std::min(rung_with(bytes), rung_ - 1));
 }
@@ -232,7 +238,7 @@ void DensityController::go_down(const Measurement& taken) {
 // of a lower rung: this one. What sends everything needs no steps, and tells nothing of the others.
 std::size_t DensityController::rung_sent(const Measurement& taken) const {
   if (level().everything()) return rung_;
-  double usual = kLeastForetold;
+  double usual = 0;
   for (const Visit& visit : visits_) {
     if (ladder_[visit.rung].level.everything()) continue;
     usual = std::max(usual, visit.taken.bytes / ladder_[visit.rung].bytes);
@@ -254,9 +260,15 @@ void DensityController::search() {
   if (looks_.size() < 2) return;
   if (looks_.size() == 2 && fits(looks_[0]) != fits(looks_[1])) return;
   const Measurement taken = median_of_last(kEnough);
-  const double limit = allowed(taken);
-  const bool doubtful = std::abs(taken.waited - limit) < kDoubt * limit;
-  if (doubtful && looks_.size() < kEnough) return;
+  const auto doubtful = [](double seconds, double limit) {
+    return std::abs(seconds - limit) < kDoubt * limit;
+  };
+  if (looks_.size() < kEnough && (doubtful(taken.waited, allowed(taken)) ||
+                                  doubtful(taken.waited + slowed(taken), allowed_in_all(taken)))) {
+    return;
+  }
+  const double last = looks_.back().bytes, before = looks_[looks_.size() - 2].bytes;
+  if (last > kStillRising * before && looks_.size() < kMostLooks) return;
   std::size_t sent = rung_sent(taken);
   if (sent != rung_) {
     const bool news = (!good_ || sent > *good_) && (!bad_ || sent < *bad_);
@@ -292,7 +304,7 @@ void DensityController::hold() {
   ++held_;
   if (looks_.size() < 3) return;
   const Measurement recent = median_of_last(kMedian);
-  if (!usual_ && looks_.size() >= kMedian) usual_ = recent;
+  if (!usual_ && looks_.size() == kMostLooks) usual_ = median_of_last(kMostLooks);
   const bool too_many =
       options_.most_bytes > 0 && recent.bytes > options_.most_bytes * (1 + overhead_);
   const double beside = kTooLongBeside * (recent.computed + recent.waited);
@@ -305,11 +317,12 @@ void DensityController::hold() {
     look_for(&recent);
     slower_ = recent;
     bad_ = rung_;
-    return go_down(recent);
+    return go_down(recent, kLeastFromHold);
   }
   if (!usual_ || rung_ + 1 == ladder_.size()) return;
   const bool matters = usual_->exchanging > kMatters * (usual_->overlap + allowed(*usual_));
-  const bool quicker = matters && recent.exchanging < kQuicker * usual_->exchanging;
+  const bool quicker = matters && looks_.size() == kMostLooks &&
+                       median_of_last(kMostLooks).exchanging < kQuicker * usual_->exchanging;
   const bool longer = recent.computed > kLonger * usual_->computed;
   if ((quicker || longer) && fits(recent)) {
     patience_ = kFirstPatience;

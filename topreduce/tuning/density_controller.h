@@ -69,7 +69,7 @@ class TOPREDUCE_API DensityController {
   void move_to(std::size_t rung);
   void try_next(std::size_t rung);
   void go_up(const Measurement& taken);
-  void go_down(const Measurement& taken);
+  void go_down(const Measurement& taken, double least = 0);
   bool fits(const Measurement& taken) const;
   double allowed(const Measurement& taken) const;
   std::size_t rung_with(double bytes) const;
