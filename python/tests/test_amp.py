@@ -12,7 +12,7 @@ from scenarios import SCENARIOS, Actor, data
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from topreduce.torch.scaling import _watches
+from topreduce.torch.optimizers import _listeners
 
 SETTINGS: list[dict[str, Any]] = [
     {"method": "topk", "density": 0.01},
@@ -139,7 +139,7 @@ def warnings_of(
 
 def forget_the_scaler(rank: Rank) -> None:
     gc.collect()  # models of other tests
-    earlier = set(_watches)
+    earlier = set(_listeners)
     models = [DistributedDataParallel(Dictated()) for _ in range(3)]
     attached = [attach_at_once(model, density=0.1) for model in models]
     assert warnings_of(models[0], torch.amp.GradScaler("cpu", enabled=False)) == [0, 0, 0]
@@ -150,8 +150,8 @@ def forget_the_scaler(rank: Rank) -> None:
     for sync in attached:
         sync.detach()
     assert warnings_of(models[2], scaler_of(8.0)) == [0, 0, 0]
-    assert set(_watches) <= earlier
-    assert len(_global_optimizer_pre_hooks) == bool(_watches)
+    assert set(_listeners) <= earlier
+    assert len(_global_optimizer_pre_hooks) == 1  # for all of them
 
     right = scaler_of(8.0)
     attach_at_once(models[2], density=0.1, scaler=right)

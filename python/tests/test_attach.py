@@ -612,6 +612,18 @@ def step_with_adam(rank: Rank) -> None:
         assert not about or about[0].startswith("on a CPU, AdamW takes about twice as long")
         sync.detach()
 
+    # Several models, whose first steps come while torch walks over its hooks.
+    models = [DistributedDataParallel(torch.nn.Linear(1100, 1000)) for _ in range(3)]
+    attached = [attach(each, "topk, bucket") for each in models]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for model in models:
+            model(torch.ones(1, 1100)).sum().backward()
+            torch.optim.AdamW(model.parameters()).step()
+    assert sum("fused=True" in str(each.message) for each in caught) == 3
+    for sync in attached:
+        sync.detach()
+
 
 def test_a_hint_about_fused_adam() -> None:
     group(2).run(step_with_adam)

@@ -98,8 +98,8 @@ class Surroundings:
 
     def release(self) -> None:
         self._handle.remove()
-        self._scaler_watch.release()
-        self._fused_hint.release()
+        self._scaler_watch.ignore()
+        self._fused_hint.ignore()
 
 
 class _LoadNotice:
