@@ -31,9 +31,9 @@ constexpr double kLeastByProcessor = 0.25, kLeastFromHold = 0.5;
 constexpr double kOfTheRoom = 0.95;
 
 // All that it costs, by waiting and by work on cores that compute, times what may be waited.
-constexpr double kInAll = 1.0;
-constexpr double kGuess = 1, kGuessWithin = 0.3, kMostSlowdown = 2;  // seconds per second of work
-constexpr double kLeastScatter = 0.003;                              // of the computing
+constexpr double kInAll = 1.1;
+constexpr double kGuess = 0.8, kGuessWithin = 0.4, kMostSlowdown = 2;  // seconds per second of work
+constexpr double kLeastScatter = 0.003;                                // of the computing
 constexpr double kDeviations = 1.5;  // a standard deviation, times the median deviation
 constexpr std::size_t kMostVisits = 32;
 constexpr double kAsForetold = 0.9;    // bytes
