@@ -39,7 +39,7 @@ _SCALERS = " (all ranks must give one, GradScaler(enabled=False) where the loss 
 
 def attach(
     model: torch.nn.Module,
-    method: str = "topk",
+    method: str = "auto",
     *,
     group: dist.ProcessGroup | Ranks | None = None,
     replicas: DeviceMesh | dist.ProcessGroup | None = None,

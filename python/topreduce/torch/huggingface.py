@@ -23,7 +23,7 @@ class TopreduceCallback(TrainerCallback):
     """
 
     def __init__(
-        self, trainer: Trainer, method: str = "topk", resume: str | None = None, **settings: Any
+        self, trainer: Trainer, method: str = "auto", resume: str | None = None, **settings: Any
     ) -> None:
         """`settings`: as for topreduce.torch.attach. `resume`: the checkpoint that training resumes
         from, if it is neither in the output folder nor named by the TrainingArguments.
