@@ -15,6 +15,7 @@ from torch.nn import Module
 from topreduce import CommError, Reducer
 from topreduce.advice import Advice, Site, advise
 from topreduce.torch import checkpoint, report, restoring, state_files
+from topreduce.torch.averager import Averager
 from topreduce.torch.fsdp import Cut, cuts_of, local_part
 from topreduce.torch.kinds import Attached
 from topreduce.torch.meeting import Ranks, refuse
@@ -37,7 +38,7 @@ class Sync:
 
     def __init__(
         self,
-        reducer: Reducer,
+        reducer: Averager,
         comm: GroupCommunicator,
         steps: Steps,
         attached: Attached,
@@ -193,6 +194,7 @@ class Sync:
         try:
             comm = GroupCommunicator(group, self._comm.timeout)
             comm.concur(f"ready{self._terms}")
+            assert isinstance(self._reducer, Reducer)
             rebuilt = rebuild(self._reducer, comm, self._steps.verifier.look, module, owners)
         except BaseException as error:
             if comm is not None:
