@@ -109,6 +109,14 @@ def make_parser() -> argparse.ArgumentParser:
     shown.add_argument("files", nargs="+", type=Path, metavar="results.json")
     shown.add_argument("--out", type=Path, default=Path("report.html"), help="the page to write")
     shown.add_argument("--json", action="store_true", help="for machines: all numbers")
+    shown.add_argument(
+        "--markdown", action="store_true", help="print one table for each as Markdown, no page"
+    )
+
+    drawn = commands.add_parser("plot", help="loss against seconds as an SVG file")
+    drawn.add_argument("file", type=Path, metavar="results.json", help="of a training")
+    drawn.add_argument("--out", type=Path, default=Path("loss.svg"), help="the picture to write")
+    drawn.set_defaults(json=False)
     return parser
 
 
