@@ -134,7 +134,7 @@ def refuse_alone(rank: Rank) -> None:
         text = str(e.value)
         assert re.search(message, text), text
         if rank.rank != 1:
-            assert text.startswith(f"nothing was attached, on no rank: rank 1: {kind}: ")
+            assert text.startswith(f"nothing was attached, on any rank: rank 1: {kind}: ")
             assert text.isprintable()
     sync.detach()
     dist.barrier()

@@ -122,9 +122,9 @@ class Sync:
     ) -> None:
         """Changes settings from the next step on, e.g. density=0.001; what is owed stays.
 
-        The arguments are those of `attach`; what is None does not change. Collective: every rank
-        must make the same changes before the same step. If they differ, or one is not possible,
-        all ranks raise ValueError and nothing changes.
+        The arguments are those of `attach`; settings left as None do not change. Collective: every
+        rank must make the same changes before the same step. If they differ, or one is not
+        possible, all ranks raise ValueError and nothing changes.
         """
         given = {
             "method": method,

@@ -340,7 +340,7 @@ class Member(_Part):
         try:
             news = json.loads(heard[: counts[0]].tobytes())
         except ValueError as error:
-            raise WireError(f"step {self.step}: the delegate's message is no JSON") from error
+            raise WireError(f"step {self.step}: the delegate's message is not JSON") from error
         self._hand_out()
         self._rescale(news["unit"])
         self._reducer.skip_to(news["next"])
