@@ -3,8 +3,8 @@
     python examples/torch_survive.py
 
 Here a launcher watches the processes and says in a store who is there: a "generation" of ranks.
-Yours may be anything that knows. What matters is the loop in `train`: whoever is left makes a new
-process group and hands it to sync.rebuild, and so does whoever comes.
+Yours may be anything that knows. What matters is the loop in `train`: the ranks that are left make
+a new process group and hand it to sync.rebuild, and so does a rank that joins.
 """
 
 import json

@@ -528,7 +528,7 @@ TEST(WireSeal, TellsDamageFromDisagreement) {
               identity.disagreement = "other rows";
             }),
             "message: contents are not those expected: other rows");
-  const char* const damaged = "message: the checksum is not right; it was damaged on its way";
+  const char* const damaged = "message: wrong checksum; the message was damaged on its way";
   EXPECT_EQ(text_for([](Identity& identity, std::uint32_t&) { ++identity.origin; }), damaged);
   EXPECT_EQ(text_for([](Identity&, std::uint32_t& round) { ++round; }), damaged);
   EXPECT_EQ(refusal(kExpected, kRound, std::span(message).first(5)),

@@ -252,7 +252,7 @@ void StepVote::Outcome::load(std::span<const std::byte> bytes) {
   const auto bits = bytes.subspan(kOutcomeHead);
   unused.assign(bits.begin(), bits.end());
   if (divisor < 1 || !(loss_scale >= 0) || !std::isfinite(loss_scale)) {
-    throw WireError("rebuild: the outcome of a vote makes no sense");
+    throw WireError("rebuild: the outcome of a vote is impossible");
   }
 }
 

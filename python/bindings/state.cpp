@@ -84,7 +84,7 @@ class Loader final : public topreduce::StateVisitor {
       const std::string what = std::string(name) + " of '" + parameter.name + "'";
       nb::ndarray<const float, nb::c_contig, nb::device::cpu> array;
       if (!nb::try_cast(get(saved, parameter.name, name), array, false)) {
-        fail(what + " is no contiguous float32 array");
+        fail(what + " is not a contiguous float32 array");
       }
       const std::vector<std::size_t> shape(array.shape_ptr(), array.shape_ptr() + array.ndim());
       if (shape != parameter.shape) {
@@ -143,7 +143,7 @@ class Loader final : public topreduce::StateVisitor {
     return dict[name.c_str()];
   }
   static nb::dict as_dict(const nb::object& object, std::string_view name) {
-    if (!nb::isinstance<nb::dict>(object)) fail(std::string(name) + " is no dict");
+    if (!nb::isinstance<nb::dict>(object)) fail(std::string(name) + " is not a dict");
     return nb::borrow<nb::dict>(object);
   }
   nb::dict group(std::string_view part) const { return as_dict(get(state_, part, "state"), part); }
@@ -159,7 +159,7 @@ class Loader final : public topreduce::StateVisitor {
   void set(const nb::object& item, std::string_view name, double& value) const {
     double number = 0;
     if (!nb::try_cast(item, number) || !std::isfinite(number)) {
-      fail(std::string(name) + " is no number");
+      fail(std::string(name) + " is not a number");
     }
     value = number;
   }

@@ -157,6 +157,13 @@ def test_a_training_on_the_clock_of_a_race(
     assert "a: dense" in page.read_text()
     assert "b: dense" in page.read_text()
 
+    drawn = tmp_path / "new" / "loss.svg"
+    assert lab("plot", str(out), "--out", str(drawn)) == 0
+    assert "Clock of a race: " in drawn.read_text() and "topk 5 %" in drawn.read_text()
+    capsys.readouterr()
+    assert lab("report", str(out), "--markdown") == 0
+    assert "| dense (DDP) |" in capsys.readouterr().out
+
 
 def test_the_demo_works_without_a_network_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -337,4 +337,4 @@ def test_a_refusal_is_told_without_a_default_group() -> None:
     assert not dist.is_initialized()
     with ThreadPoolExecutor(2) as ranks:
         waits, refuses = ranks.map(attach_on, range(2))
-    assert str(waits) == f"nothing was attached, on no rank: rank 1: ValueError: {refuses}"
+    assert str(waits) == f"nothing was attached, on any rank: rank 1: ValueError: {refuses}"

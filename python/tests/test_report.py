@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import runpy
 import shutil
 import subprocess
 from dataclasses import replace
@@ -14,6 +15,9 @@ from topreduce.lab.experiments.race import STAGES, RaceRow
 from topreduce.lab.experiments.runs import Network
 from topreduce.lab.experiments.train import Evaluation, TrainRun
 from topreduce.lab.report import page as report
+from topreduce.lab.report.markdown import markdown
+from topreduce.lab.report.names import in_words
+from topreduce.lab.report.plot import best_settings, loss_plot
 from topreduce.lab.report.results import Results, load, named, save
 from topreduce.lab.report.svg import Bar, Series, bar_chart, line_chart
 from topreduce.lab.report.tables import grids
@@ -317,3 +321,105 @@ def test_a_browser_draws_several_runs_side_by_side(results: Results, tmp_path: P
     assert found["lines"] == 2 * (6 + 6 + 3 * 3)
     assert found["outside"] == found["overlapping"] == []
     assert not found["wide"]
+
+
+# ---- the picture and the table of a README ------------------------------------------------------
+
+
+@pytest.fixture
+def compared(results: Results) -> Results:
+    """Six methods on the real clock, whose lines end close to each other."""
+    speeds = {"dense": 5.4, "bf16": 5.3, "powersgd:8": 5.0, "powersgd:16": 4.8, "diloco:30": 4.7}
+    runs = [run(label, 0, speed) for label, speed in speeds.items()]
+    ours = run("topk:density=0.01", 0, 4.6, "ours")
+    return replace(results, clock="real", runs=[*runs, ours], date="2026-11-17 12:00 UTC")
+
+
+def test_a_browser_draws_loss_against_seconds(compared: Results, tmp_path: Path) -> None:
+    drawn = loss_plot(compared)
+    names = ["dense (DDP)", "dense in bf16", "PowerSGD, rank 16", "DiLoCo, 30 steps", "topk 1 %"]
+    assert re.findall(r'class="name s\d"[^>]*>([^<]*)<', drawn) == names, "from the highest loss"
+    assert "Real clock: " in drawn and ">seconds<" in drawn and ">loss on data kept back<" in drawn
+    assert "Not drawn, since slower: PowerSGD, rank 8." in drawn and "2026-11-17" in drawn
+    assert drawn.count('class="line s') == 5 and drawn.count(" ours") == 1
+    found = look(f"<body>{drawn}</body>", tmp_path)
+    assert found["outside"] == found["overlapping"] == []
+    assert found["empty"] == 0
+
+    assert "Clock of a race: " in loss_plot(replace(compared, clock="race"))
+    with pytest.raises(ValueError, match="no training among these results"):
+        loss_plot(replace(compared, runs=[]))
+
+
+def test_a_picture_is_for_light_and_dark_paper(compared: Results) -> None:
+    style = re.search(r"<style>(.*)</style>", loss_plot(compared))
+    assert style
+    light, dark = style[1].split("@media (prefers-color-scheme:dark)")
+    for rule in (".paper{fill:", "text{fill:", ".line.s0{stroke:", "text.s0{fill:"):
+        assert light.split(rule)[1][:7] != dark.split(rule)[1][:7], rule
+
+
+def test_of_each_method_the_best_setting_is_drawn(compared: Results) -> None:
+    assert best_settings(compared) == [
+        "dense",
+        "bf16",
+        "powersgd:16",
+        "diloco:30",
+        "topk:density=0.01",
+    ]
+    missed = [
+        replace(each, evaluations=each.evaluations[:-1]) if each.label == "powersgd:16" else each
+        for each in compared.runs
+    ]
+    assert "powersgd:8" in best_settings(replace(compared, runs=missed))
+
+
+def test_methods_have_names_for_people() -> None:
+    names = {
+        "dense (A/A)": "dense (DDP) (A/A)",
+        "post_local_sgd:10": "local SGD, 10 steps",
+        "ok_topk:density=0.001": "ok_topk 0.1 %",
+        "topk:density=0.01,values=bf16": "topk 1 % values=bf16",
+        "auto": "auto",
+        "topk:values=bf16": "topk:values=bf16",
+    }
+    assert {label: in_words(label) for label in names} == names
+
+
+def test_the_table_of_a_readme(compared: Results) -> None:
+    text = markdown(compared)
+    lines = text.splitlines()
+    assert lines[0].startswith(
+        "Training on the real clock: gpt:10m, 10,700,000 parameters, 4 hosts"
+    )
+    assert "A/A 1.02" in lines[0] and "2026-11-17" in lines[0]
+    assert lines[2].startswith("| method | s to the loss | dense / this |")
+    assert lines[4] == "| dense (DDP) | 324 | 1.00 | 324.0 | 60 | 60 | 2.700 | 5400 |"
+    assert lines[9] == "| topk 1 % | 276 | 1.17 | 276.0 | 60 | 60 | 2.700 | 4600 |"
+    assert lines[-3:] == ["```", "topreduce lab train --methods '<all>'", "```"]
+    race = markdown(replace(compared, runs=[]))
+    assert race.startswith("Steps: gpt:10m") and "| dense (DDP) | 5400 |" in race
+
+    long = markdown(replace(compared, command="topreduce " + "--word " * 30)).splitlines()
+    assert max(map(len, long[-4:])) <= 100 and long[-3].endswith(" \\")
+
+
+def test_the_readme_shows_what_was_measured(compared: Results, tmp_path: Path) -> None:
+    """To put it right: .venv/bin/python docs/site/readme.py"""
+    root = Path(__file__).parents[2]
+    script = runpy.run_path(str(root / "docs/site/readme.py"))
+    page = f"before\n{script['BEGIN']}old{script['END']}\nafter\n"
+    filled = script["filled"](page, compared)
+    assert filled.startswith("before\n") and filled.endswith("\nafter\n") and "old" not in filled
+    assert markdown(compared) in filled and script["filled"](filled, compared) == filled
+    script["keep"](compared, tmp_path / "loss.json")
+    kept = load(tmp_path / "loss.json")
+    assert markdown(kept) == markdown(compared) and loss_plot(kept) == loss_plot(compared)
+
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    if (measured := root / "docs/loss.json").exists():
+        assert script["filled"](readme, load(measured)) == readme
+        assert loss_plot(load(measured)) == (root / "docs/loss.svg").read_text()
+    else:
+        assert readme.count(script["BEGIN"]) == readme.count(script["END"]) == 1
+        assert "loss.svg" not in readme

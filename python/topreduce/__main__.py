@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     _add_methods(commands)
     _add_advise(commands)
-    commands.add_parser("lab", help="an emulated cluster: race, train, report", add_help=False)
+    commands.add_parser("lab", help="race and train on an emulated cluster", add_help=False)
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["lab"]:
         return _lab(words[1:])
@@ -58,18 +58,25 @@ def _lab(words: list[str]) -> int:
 def _add_advise(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "advise",
-        help="what method auto would choose on a network, and what a step would take",
-        description="Foretells a step: what density=auto would send, its time and its bytes.",
+        help="predict what method auto would send on a network, and the time of a step",
+        description="Predicts a step: what density=auto would send, its time and its bytes.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--entries", help="parameters of the model, such as 10m or 1.3b")
-    what.add_argument("--model", help="one of the lab's, such as gpt:10m")
-    parser.add_argument("--ranks", type=int, default=4, help="that train together (4)")
-    parser.add_argument("--rate", default="1gbit", help="of every link, each way (1gbit)")
-    parser.add_argument("--delay", default="0s", help="from any rank to any other (0s)")
-    parser.add_argument("--compute", required=True, help="of a step without us, such as 300ms")
-    parser.add_argument("--overhead", type=float, default=0.05, help="that may be waited (0.05)")
-    parser.add_argument("--json", action="store_true", help="for machines")
+    what.add_argument("--entries", help="number of parameters of the model, such as 10m or 1.3b")
+    what.add_argument("--model", help="a model of the lab, such as gpt:10m")
+    parser.add_argument("--ranks", type=int, default=4, help="number of ranks (4)")
+    parser.add_argument("--rate", default="1gbit", help="rate of every link, each way (1gbit)")
+    parser.add_argument("--delay", default="0s", help="one-way delay between any two ranks (0s)")
+    parser.add_argument(
+        "--compute", required=True, help="time of a step without averaging, such as 300ms"
+    )
+    parser.add_argument(
+        "--overhead",
+        type=float,
+        default=0.05,
+        help="share of a step that may be spent waiting (0.05)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_advise)
 
 
@@ -107,13 +114,15 @@ def _lab_layout(model: str) -> Layout:
 def _add_methods(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "methods",
-        help="what there is: every method, its stages and its settings",
-        description="Shows every method, or one: its stages, what it does, its settings.",
+        help="list the methods, their stages and settings",
+        description="Lists every method, or shows one: what it does, its stages, its settings.",
     )
-    parser.add_argument("name", nargs="?", help="only this method")
+    parser.add_argument("name", nargs="?", help="show this method only")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="for machines: topreduce.methods()")
-    form.add_argument("--markdown", action="store_true", help="the table of the README")
+    form.add_argument("--json", action="store_true", help="print topreduce.methods() as JSON")
+    form.add_argument(
+        "--markdown", action="store_true", help="print the table of docs/algorithms.md"
+    )
     parser.set_defaults(run=_methods)
 
 

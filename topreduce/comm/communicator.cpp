@@ -271,7 +271,7 @@ void Communicator::exchange_parts(Call call, PartFor&& part_for, Inbox& inbox) {
               part.first(kCollectiveHead),
               head_of(static_cast<Call>(other), tag, part.subspan(kCollectiveHead)))) {
         throw WireError(title() + ", message from rank " + std::to_string(r) +
-                        ": the checksum is not right; it was damaged on its way");
+                        ": wrong checksum; the message was damaged on its way");
       }
       if (other != static_cast<std::size_t>(call)) {
         throw CommError(title() + ": ranks differ: rank " + std::to_string(rank_) + " called " +

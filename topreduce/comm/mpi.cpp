@@ -149,7 +149,7 @@ bool Mpi::wait_for_room(int peer, std::size_t bytes) {
            sending_[at(peer)] + bytes <= kMostUnderWay;
   };
   if (!fits() && !progress_until(fits, limits_.timeout)) {
-    fail("it takes no more bytes; the time-out is over", peer);
+    fail("it accepted no bytes within the time-out", peer);
   }
   return gone_[at(peer)] == 0;
 }
@@ -298,7 +298,7 @@ void Mpi::do_native_all_reduce(std::span<float> values) {
       check(MPI_Test(&request, &done, MPI_STATUS_IGNORE), kEveryone);
       if (done != 0) break;
       if (backoff.waited() > limits_.timeout) {
-        fail("the all-reduce does not end; the time-out is over", kEveryone);
+        fail("the all-reduce did not end within the time-out", kEveryone);
       }
     }
     std::copy_n(native_.begin(), count, values.begin());

@@ -61,7 +61,7 @@ struct Card {
                     wire::load<std::uint32_t>(bytes.data() + 28),
                     wire::load<std::uint64_t>(bytes.data() + 32)};
     if (!(card.energy >= 0) || !std::isfinite(card.energy) || card.ranks > 1u << 30) {
-      throw WireError("rebuild: a rank's step makes no sense");
+      throw WireError("rebuild: the step that a rank told is impossible");
     }
     return card;
   }

@@ -42,7 +42,7 @@ std::span<const std::byte> open(const Identity& expected, std::uint32_t round,
   const auto contents = load<std::uint16_t>(message.data());
   const auto checksum = load<std::uint32_t>(message.data() + 2);
   if (checksum != checksum_of(expected, round, contents, payload)) {
-    throw WireError("message: the checksum is not right; it was damaged on its way");
+    throw WireError("message: wrong checksum; the message was damaged on its way");
   }
   if (contents != contents_of(expected)) {
     throw WireError(std::string("message: contents are not those expected: ") +

@@ -19,7 +19,7 @@ _LONGEST_DELAY = 1.0  # seconds; the self-test waits for several round trips
 
 
 class Defaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Tells the defaults that say something."""
+    """Shows defaults, except those that are empty or zero."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return super()._get_help_string(action) if action.default else action.help
@@ -34,103 +34,142 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     form = Defaults
 
-    race = commands.add_parser("race", help="the time of a step, by method", formatter_class=form)
+    race = commands.add_parser(
+        "race", help="measure the time of a step with each method", formatter_class=form
+    )
     _add_network(race)
     _add_workload(race)
-    race.add_argument("--methods", default=RACE_METHODS, help="what to compare, commas between")
-    race.add_argument("--rounds", type=count, default=10, help="how often each method has its turn")
     race.add_argument(
-        "--turn", type=count, default=2, help="steps of a method before it is the next one's turn"
+        "--methods", default=RACE_METHODS, help="methods to compare, separated by commas"
     )
+    race.add_argument("--rounds", type=count, default=10, help="number of turns of each method")
+    race.add_argument("--turn", type=count, default=2, help="steps in each turn")
     race.add_argument(
         "--then",
         action="append",
         default=[],
         metavar="RATE",
-        help="another rate later on, to see who follows; may be repeated: each lasts as long",
+        help="change the rate of all links later in the race; may be repeated, and each rate "
+        "lasts equally long",
     )
     race.add_argument(
-        "--compute", type=as_seconds, help="wait so long instead of computing, e.g. 50ms"
+        "--compute", type=as_seconds, help="wait this long instead of computing, e.g. 50ms"
     )
     race.add_argument(
-        "--device", default="cpu", help="where models and gradients lie, e.g. cuda; ranks share it"
+        "--device",
+        default="cpu",
+        help="device of models and gradients, e.g. cuda; shared by all ranks",
     )
     race.add_argument(
-        "--backend", default="gloo", help="of its process group, e.g. nccl: one device per rank"
+        "--backend",
+        default="gloo",
+        help="backend of the device's process group, e.g. nccl, which needs a device per rank",
     )
     _add_output(race)
 
     train = commands.add_parser(
-        "train", help="the loss by time and bytes, by method", formatter_class=form
+        "train", help="train with each method: loss against time and bytes", formatter_class=form
     )
     _add_network(train)
     _add_workload(train)
-    train.add_argument("--methods", default=TRAIN_METHODS, help="what to compare, commas between")
+    train.add_argument(
+        "--methods", default=TRAIN_METHODS, help="methods to compare, separated by commas"
+    )
     train.add_argument(
         "--steps",
         type=count,
         default=300,
-        help="of dense; the loss that it ends with is the one to reach",
-    )
-    train.add_argument("--target-loss", type=float, help="the loss to reach instead of dense's")
-    train.add_argument("--seconds", type=as_seconds, help="train each for so long instead")
-    train.add_argument("--seeds", type=count, default=1, help="trainings of each method")
-    train.add_argument(
-        "--patience", type=float, default=3.0, help="times the steps of dense before giving up"
+        help="steps of dense; the others must reach the loss that it ends with",
     )
     train.add_argument(
-        "--evaluate-every", type=count, default=10, help="steps; a loss is reached at one of them"
+        "--target-loss", type=float, help="loss to reach, instead of the last loss of dense"
+    )
+    train.add_argument(
+        "--seconds", type=as_seconds, help="train every method for this long, instead of --steps"
+    )
+    train.add_argument(
+        "--seeds", type=count, default=1, help="trainings of each method, each with another seed"
+    )
+    train.add_argument(
+        "--patience",
+        type=float,
+        default=3.0,
+        help="give up after this many times the steps of dense",
+    )
+    train.add_argument(
+        "--evaluate-every",
+        type=count,
+        default=10,
+        help="steps between evaluations; a loss counts as reached at an evaluation",
     )
     train.add_argument(
         "--clock",
         choices=["race", "real"],
-        help="real, the default: train on the slow network; race: train without the limit, and "
+        help="real (default): train on the slow network; race: train on an unlimited network, and "
         "take the time of each step from a race",
     )
-    train.add_argument("--rounds", type=count, default=5, help="of the race before the training")
-    train.add_argument("--optimizer", choices=["adamw", "sgd"], help="instead of the model's")
-    train.add_argument("--learning-rate", type=float, help="instead of the model's")
+    train.add_argument(
+        "--rounds", type=count, default=5, help="rounds of the race before the training"
+    )
+    train.add_argument("--optimizer", choices=["adamw", "sgd"], help="replace that of the model")
+    train.add_argument("--learning-rate", type=float, help="replace that of the model")
     train.add_argument(
         "--schedule",
         choices=["constant", "cosine"],
         default="constant",
-        help="of the learning rate",
+        help="schedule of the learning rate",
     )
     train.add_argument(
         "--compute",
         type=as_seconds,
-        help="the time of a step's arithmetic on your hosts, e.g. 50ms: the race waits so long "
-        "instead of computing; goes with --clock race",
+        help="time to compute a step on your hosts, e.g. 50ms: the race waits this long instead of "
+        "computing; needs --clock race",
     )
     _add_output(train)
     train.set_defaults(then=[], device="cpu", backend="gloo")
 
-    shown = commands.add_parser("report", help="one page from one or several results.json")
+    shown = commands.add_parser("report", help="make one page from one or several results.json")
     shown.add_argument("files", nargs="+", type=Path, metavar="results.json")
-    shown.add_argument("--out", type=Path, default=Path("report.html"), help="the page to write")
-    shown.add_argument("--json", action="store_true", help="for machines: all numbers")
+    shown.add_argument("--out", type=Path, default=Path("report.html"), help="page to write")
+    shown.add_argument("--json", action="store_true", help="print all numbers as JSON")
+    shown.add_argument(
+        "--markdown",
+        action="store_true",
+        help="print a Markdown table for each file, and write no page",
+    )
+
+    drawn = commands.add_parser("plot", help="draw loss against seconds as an SVG file")
+    drawn.add_argument("file", type=Path, metavar="results.json", help="results of a training")
+    drawn.add_argument("--out", type=Path, default=Path("loss.svg"), help="picture to write")
+    drawn.set_defaults(json=False)
     return parser
 
 
 def _add_network(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hosts", type=count, default=4, help="machines, with a rank on each")
+    parser.add_argument(
+        "--hosts", type=count, default=4, help="number of emulated hosts, with one rank each"
+    )
     parser.add_argument(
         "--shards",
         type=count,
         default=1,
-        help="ranks on each host, which hold a replica together (FSDP2); `dense` is then HSDP",
+        help="ranks on each host, which hold one replica together (FSDP2); dense is then HSDP",
     )
     parser.add_argument(
-        "--rate", default="100mbit", help="of every link, both ways; or one for each host; or none"
+        "--rate",
+        default="100mbit",
+        help="rate of every link, both ways; or a list with one for each host; or none",
     )
     parser.add_argument(
         "--delay",
         type=as_seconds,
         default=0.0,
-        help="from any host to any other, one way: 15ms make a round trip of 30 ms",
+        help="one-way delay between any two hosts: 15ms makes a round trip of 30 ms",
     )
     parser.add_argument(
-        "--local", action="store_true", help="processes without a network of their own: no limit"
+        "--local",
+        action="store_true",
+        help="plain processes of this machine, without an emulated network",
     )
 
 
@@ -147,16 +186,16 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="gpt:1m",
-        help=f"{', '.join(MODELS)}, or yours: package.module:make (docs/lab.md)",
+        help=f"{', '.join(MODELS)}, or your own: package.module:make (see docs/lab.md)",
     )
     parser.add_argument("--batch", type=count, default=4, help="examples per rank and step")
     parser.add_argument("--context", type=count, default=64, help="characters per example")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="folder for results.json and report.html")
-    parser.add_argument("--json", action="store_true", help="for machines: all numbers")
+    parser.add_argument("--json", action="store_true", help="print all numbers as JSON")
 
 
 def _check_device(asked: argparse.Namespace) -> None:

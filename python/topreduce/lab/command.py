@@ -1,4 +1,4 @@
-"""The command `topreduce lab`: race, train, report."""
+"""The command `topreduce lab`: race, train, report, plot."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ from topreduce.lab.experiments.train import TrainOptions
 from topreduce.lab.network.cluster import become_root
 from topreduce.lab.network.namespaces import ClusterError
 from topreduce.lab.report import page as report
+from topreduce.lab.report.markdown import markdown
+from topreduce.lab.report.plot import loss_plot
 from topreduce.lab.report.results import RESULTS, Results, load, named, new_folder, save
 from topreduce.lab.report.tables import grids, rich_table
 from topreduce.lab.report.verdict import verdict
 
-_WIDTH_OF_LOGS = 100
+_WIDTH_OF_LOGS = 110
 
 
 def main(argv: Sequence[str]) -> int:
@@ -137,6 +139,9 @@ def _train(asked: argparse.Namespace, console: Console) -> None:
 def _report(asked: argparse.Namespace, console: Console) -> None:
     files: list[Path] = asked.files
     several = [load(file) for file in files]
+    if asked.markdown:
+        print("\n\n".join(markdown(results) for results in several))
+        return
     if len(several) > 1:
         names = _names(files)
         several = [named(each, name) for each, name in zip(several, names, strict=True)]
@@ -150,6 +155,13 @@ def _report(asked: argparse.Namespace, console: Console) -> None:
     console.print(page, highlight=False, soft_wrap=True)
     if asked.json:
         print(json.dumps([asdict(each) for each in several], indent=1))
+
+
+def _plot(asked: argparse.Namespace, console: Console) -> None:
+    drawn = loss_plot(load(asked.file))
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    asked.out.write_text(drawn)
+    console.print(asked.out, highlight=False, soft_wrap=True)
 
 
 def _names(files: Sequence[Path]) -> list[str]:
@@ -180,4 +192,5 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace, Console], None]] = {
     "race": _race,
     "train": _train,
     "report": _report,
+    "plot": _plot,
 }

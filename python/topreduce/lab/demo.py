@@ -40,12 +40,22 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         description="Trains a small GPT on an emulated slow network, and compares methods.",
         formatter_class=Defaults,
     )
-    parser.add_argument("--hosts", type=int, default=4, help="machines, with a rank on each")
-    parser.add_argument("--rate", default="100mbit", help="of every link, or none")
-    parser.add_argument("--local", action="store_true", help="plain processes, no limit")
-    parser.add_argument("--methods", default=METHODS, help="what to compare, commas between")
-    parser.add_argument("--model", choices=MODELS, default="gpt:1m", help="what to train")
-    parser.add_argument("--seconds", type=as_seconds, default="60s", help="for each method")
+    parser.add_argument(
+        "--hosts", type=int, default=4, help="number of emulated hosts, with one rank each"
+    )
+    parser.add_argument("--rate", default="100mbit", help="rate of every link, or none")
+    parser.add_argument(
+        "--local",
+        action="store_true",
+        help="plain processes of this machine, without an emulated network",
+    )
+    parser.add_argument(
+        "--methods", default=METHODS, help="methods to compare, separated by commas"
+    )
+    parser.add_argument("--model", choices=MODELS, default="gpt:1m", help="model to train")
+    parser.add_argument(
+        "--seconds", type=as_seconds, default="60s", help="training time of each method"
+    )
     parser.add_argument("--out", type=Path, help="folder for results.json and report.html")
     return parser.parse_args(words)
 

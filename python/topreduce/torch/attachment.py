@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from topreduce import Layout, Reducer
+from topreduce import Layout
+from topreduce.torch.averager import Averager
 from topreduce.torch.clock import StepClock
 from topreduce.torch.ddp_kind import DDPKind
 from topreduce.torch.device import GradientDevice, bucket_cap_mb, device_of
@@ -189,7 +190,7 @@ def _or_default(given: object, name: str, method: str, default: object) -> objec
 class _Prepared(NamedTuple):
     """A reducer for the model, the model's parameters in its order, and where they lie."""
 
-    reducer: Reducer
+    reducer: Averager
     parameters: Parameters
     device: GradientDevice | None
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from topreduce import Reducer
+from topreduce.torch.averager import Averager
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.state_files import Place
 from topreduce.torch.two_levels import Member
@@ -29,9 +29,9 @@ class Book(Protocol):
     def place(self, comm: GroupCommunicator) -> Place:
         """Whose state it is, among the files of a run."""
 
-    def pack(self, reducer: Reducer, comm: GroupCommunicator) -> dict[str, Any]: ...
+    def pack(self, reducer: Averager, comm: GroupCommunicator) -> dict[str, Any]: ...
 
-    def unpack(self, saved: Mapping[str, Any], reducer: Reducer, comm: GroupCommunicator) -> None:
+    def unpack(self, saved: Mapping[str, Any], reducer: Averager, comm: GroupCommunicator) -> None:
         """ValueError, with what differs, and then nothing has changed."""
 
 
@@ -41,10 +41,10 @@ class WholeBook:
     def place(self, comm: GroupCommunicator) -> Place:
         return Place(comm.ledger, comm.ledgers)
 
-    def pack(self, reducer: Reducer, comm: GroupCommunicator) -> dict[str, Any]:
+    def pack(self, reducer: Averager, comm: GroupCommunicator) -> dict[str, Any]:
         return pack(reducer, comm.ledger, comm.ledgers)
 
-    def unpack(self, saved: Mapping[str, Any], reducer: Reducer, comm: GroupCommunicator) -> None:
+    def unpack(self, saved: Mapping[str, Any], reducer: Averager, comm: GroupCommunicator) -> None:
         unpack(saved, reducer, comm.ledger, comm.ledgers)
 
 
@@ -59,7 +59,7 @@ def empty(state: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     return {**empty, "ranks": ranks}
 
 
-def pack(reducer: Reducer, rank: int, ranks: int) -> dict[str, Any]:
+def pack(reducer: Averager, rank: int, ranks: int) -> dict[str, Any]:
     """The reducer's state under this rank's keys."""
     settings = {name: value for name, value in reducer.spec.items() if name != "threads"}
     state = reducer.state()
@@ -72,7 +72,7 @@ def pack(reducer: Reducer, rank: int, ranks: int) -> dict[str, Any]:
     }
 
 
-def unpack(saved: Mapping[str, Any], reducer: Reducer, rank: int, ranks: int) -> None:
+def unpack(saved: Mapping[str, Any], reducer: Averager, rank: int, ranks: int) -> None:
     """Loads what `pack` made. ValueError, with what differs, and then nothing has changed."""
     format_ = saved.get("format") if isinstance(saved, Mapping) else None
     if format_ != FORMAT:
@@ -122,7 +122,7 @@ def few(words: Iterable[str]) -> str:
     return ", ".join(words[:5]) + more or "none"
 
 
-def _flatten(reducer: Reducer, state: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _flatten(reducer: Averager, state: dict[str, dict[str, Any]]) -> dict[str, Any]:
     flat: dict[str, Any] = {**state["numbers"], "bypassed": int(reducer.bypassed)}
     for quantity, values in state["parameters"].items():
         flat.update({f"{quantity}/{each}": value for each, value in values.items()})

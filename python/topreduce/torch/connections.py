@@ -55,7 +55,7 @@ def _connect(
         _tell_where(store, rank, listener.getsockname()[1])
         _, failure = attempt(lambda: store.wait(["secret"], timeout))
         if failure:
-            raise CommError(f"rank {names[rank]}: no word of rank {names[0]}: {failure}")
+            raise CommError(f"rank {names[rank]}: rank {names[0]} did not answer: {failure}")
         secret = bytes.fromhex(legible(store.get("secret")))
         sockets: dict[int, socket.socket] = {}
         for peer in range(rank):

@@ -20,6 +20,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from topreduce import Reducer
+from topreduce.torch.averager import Averager
 from topreduce.torch.device import GradientDevice
 from topreduce.torch.gradients import largest
 from topreduce.torch.lane import Lane
@@ -119,21 +120,21 @@ class DDPAdapter:
         self,
         ddp: DistributedDataParallel,
         steps: Steps,
-        reducer: Reducer,
+        reducer: Averager,
         parameters: Mapping[str, torch.nn.Parameter],
         device: GradientDevice | None,
-        *,
-        takes_early: bool,
     ) -> None:
         """`parameters`: those that DDP reduces, in the layout's order. `device`: the one that the
-        reducer uses. `takes_early`: before buckets are full, where that is possible.
+        reducer uses.
         """
         self._steps = steps
         self._reducer = reducer
         self._numbers = {id(each): number for number, each in enumerate(parameters.values())}
         self._device = device
         self._lanes = {} if device is None else {device.device: device.lane}
-        self._takes_early = takes_early and device is None
+        # The ranks of a machine add up whole buckets of DDP; a Reducer takes what is ready before.
+        self._flat = reducer if isinstance(reducer, Reducer) else None
+        self._takes_early = self._flat is not None and device is None
         self._may_be_unused = bool(ddp.find_unused_parameters or ddp.static_graph)
         # DDP must expect to find no gradient, and have memory of its own for the mean.
         self._may_keep = not self._may_be_unused and not ddp.gradient_as_bucket_view
@@ -161,7 +162,7 @@ class DDPAdapter:
 
     def _new_gradients(self, ddp: DistributedDataParallel) -> set[int]:
         """Parameters whose gradients backward() will make, so that nobody else has them."""
-        if not (self._may_keep and self._reducer.borrows):
+        if not (self._may_keep and self._flat is not None and self._flat.borrows):
             return set()
         numbers = self._numbers
         return {numbers.get(id(each), -1) for each in ddp.parameters() if each.grad is None}
@@ -235,7 +236,8 @@ class DDPAdapter:
                 gradients.append((number, float32.numpy(), largest(gradient.dtype)))
                 if ours:
                     current.lent[number] = gradient
-            self._reducer.add_many(gradients, ours)
+            assert self._flat is not None
+            self._flat.add_many(gradients, ours)
 
     def _add(self, current: _Pass, bucket: _Bucket) -> None:
         """What is in the bucket and was not taken; what was goes where it lies now."""
@@ -244,10 +246,10 @@ class DDPAdapter:
         if bucket.unused:
             self._reducer.participate(unused=bucket.unused)
         numbers = [self._number(each) for each in bucket.parameters]
-        if self._device is not None and self._reducer.on_device:
+        if self._device is not None and self._flat is not None and self._flat.on_device:
             with bucket.queued():
                 self._device.hold(numbers, bucket.sizes, bucket.buffer)
-                self._reducer.add_on_device(numbers, bucket.most)
+                self._flat.add_on_device(numbers, bucket.most)
             return
         if current.learns:
             return
@@ -274,7 +276,8 @@ class DDPAdapter:
             parts = list(run)
             group = [number for number, _, _ in parts]
             means = bucket.gradient(parts[0][2] - parts[0][1], parts[-1][2]).numpy()
-            (self._reducer.deliver_to if lent else self._reducer.relocate)(group, means)
+            assert self._flat is not None
+            (self._flat.deliver_to if lent else self._flat.relocate)(group, means)
 
     def _add_all(self, current: _Pass, order: list[int]) -> None:
         """In the order in which they came, which the reducer learns."""
@@ -286,7 +289,8 @@ class DDPAdapter:
                 number = self._number(parameter)
                 found[number] = number, array[start : start + size], bucket.most
                 start += size
-        self._reducer.add_many([found[number] for number in order])
+        assert self._flat is not None
+        self._flat.add_many([found[number] for number in order])
 
     def _lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:

@@ -15,6 +15,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from topreduce import Layout, Reducer
+from topreduce.torch.averager import Averager
 from topreduce.torch.checkpoint import WholeBook
 from topreduce.torch.ddp import DDPAdapter
 from topreduce.torch.device import GradientDevice
@@ -120,12 +121,12 @@ class DDPKind:
 
     def reducer(
         self, comm: GroupCommunicator, layout: Layout, method: str, settings: dict[str, object]
-    ) -> Reducer:
+    ) -> Averager:
         if isinstance(comm, Levels):
             return on_two_levels(comm, layout, method, settings)
         return Reducer(layout, method, **settings)
 
-    def introduction(self, reducer: Reducer) -> str:
+    def introduction(self, reducer: Averager) -> str:
         return "ready"
 
     def debts(self) -> str:
@@ -141,17 +142,13 @@ class DDPKind:
     def start(
         self,
         steps: Steps,
-        reducer: Reducer,
+        reducer: Averager,
         parameters: Parameters,
         device: GradientDevice | None,
     ) -> Attached:
         dispatcher = _dispatchers[self.model]
         dispatcher.owed = ""
-        # Ranks of a machine add up whole buckets of DDP.
-        early = self._one_level
-        dispatcher.adapter = DDPAdapter(
-            self.model, steps, reducer, parameters, device, takes_early=early
-        )
+        dispatcher.adapter = DDPAdapter(self.model, steps, reducer, parameters, device)
         ddp = weakref.ref(self.model)
         regroup = _Regroup(ddp, dispatcher) if self._one_level else None
         module = weakref.ref(self.module)

@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch
 
 from topreduce import Layout, Reducer
+from topreduce.torch.averager import Averager
 from topreduce.torch.checkpoint import Book
 from topreduce.torch.fsdp import FSDPShards, check_shards, reshard, shard_mesh
 from topreduce.torch.kinds import Parameters
@@ -50,7 +51,7 @@ class FSDPKind(ModuleKind):
     def book(self, parameters: Parameters) -> Book:
         return ShardedBook(parameters, self._mesh)
 
-    def introduction(self, reducer: Reducer) -> str:
+    def introduction(self, reducer: Averager) -> str:
         """The reducer asks the ranks of its own shard alone."""
         settings = sorted(reducer.spec.items())
         return "ready, " + ", ".join(f"{k}={v}" for k, v in settings if k != "threads")

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from topreduce import Layout, Reducer
+from topreduce import Layout
+from topreduce.torch.averager import Averager
 from topreduce.torch.checkpoint import Book, WholeBook
 from topreduce.torch.device import GradientDevice
 from topreduce.torch.meeting import Group, Ranks
@@ -68,9 +69,9 @@ class Kind(Protocol):
 
     def reducer(
         self, comm: GroupCommunicator, layout: Layout, method: str, settings: dict[str, object]
-    ) -> Reducer: ...
+    ) -> Averager: ...
 
-    def introduction(self, reducer: Reducer) -> str:
+    def introduction(self, reducer: Averager) -> str:
         """A word that all ranks must have in common, beside what the reducer compares."""
 
     def debts(self) -> str:
@@ -82,7 +83,7 @@ class Kind(Protocol):
     def start(
         self,
         steps: Steps,
-        reducer: Reducer,
+        reducer: Averager,
         parameters: Parameters,
         device: GradientDevice | None,
     ) -> Attached:

@@ -89,7 +89,7 @@ def meet(group: Group, names: Sequence[int], timeout: timedelta) -> Store:
             f"within {timeout}" + (f" ({explain(met.absent)})" if met.absent else "")
         )
     if met.refusal:
-        raise ValueError(f"nothing was attached, on no rank: {met.refusal}")
+        raise ValueError(f"nothing was attached, on any rank: {met.refusal}")
     return met.place
 
 

@@ -248,7 +248,7 @@ class ModuleAdapter:
 
 
 class _Token:
-    """Held by the callback at the end of a backward pass: whoever cuts the pass short drops it."""
+    """Held by the callback at the end of a backward pass: a pass that is cut short drops it."""
 
 
 def _end(adapter: "weakref.ref[ModuleAdapter]", token: _Token) -> None:

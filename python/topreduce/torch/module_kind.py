@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from topreduce import Layout, Reducer
+from topreduce.torch.averager import Averager
 from topreduce.torch.checkpoint import Book, WholeBook
 from topreduce.torch.device import GradientDevice
 from topreduce.torch.eligibility import check_hooks, check_module
@@ -75,7 +76,7 @@ class ModuleKind:
     ) -> Reducer:
         return Reducer(layout, method, **settings)
 
-    def introduction(self, reducer: Reducer) -> str:
+    def introduction(self, reducer: Averager) -> str:
         return "ready"
 
     def book(self, parameters: Parameters) -> Book:
@@ -93,10 +94,11 @@ class ModuleKind:
     def start(
         self,
         steps: Steps,
-        reducer: Reducer,
+        reducer: Averager,
         parameters: Parameters,
         device: GradientDevice | None,
     ) -> Attached:
+        assert isinstance(reducer, Reducer)
         before = _adapters.get(self.module)
         if before is not None:
             before.remove()

@@ -136,7 +136,7 @@ class GroupCommunicator(Communicator):
     # ---- what the core calls ----
 
     def send_frame(self, peer: int, frame: NDArray[np.uint8]) -> None:
-        """After `close` there is no connection; whoever waits for an answer learns of it."""
+        """After `close` there is no connection; a rank that waits for an answer learns of it."""
 
     def heard(self, peer: int, word: bytes) -> None:
         """The last word of a peer."""

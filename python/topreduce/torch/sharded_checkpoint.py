@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from topreduce import Reducer
 from topreduce.torch import checkpoint
+from topreduce.torch.averager import Averager
 from topreduce.torch.fsdp import as_gradient, local_part
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.state_files import Place
@@ -37,7 +37,7 @@ class ShardedBook:
     def place(self, comm: GroupCommunicator) -> Place:
         return Place(comm.ledger, comm.ledgers, self._mesh.get_local_rank(), self._mesh.size())
 
-    def pack(self, reducer: Reducer, comm: GroupCommunicator) -> dict[str, Any]:
+    def pack(self, reducer: Averager, comm: GroupCommunicator) -> dict[str, Any]:
         prefix = f"rank{comm.ledger}/"
         whole = checkpoint.pack(reducer, comm.ledger, comm.ledgers)
         state = {key: value for key, value in whole.items() if not key.startswith(prefix)}
@@ -56,7 +56,7 @@ class ShardedBook:
         state[f"{prefix}learnt_names"] = _fingerprint(learnt)
         return state
 
-    def unpack(self, saved: Mapping[str, Any], reducer: Reducer, comm: GroupCommunicator) -> None:
+    def unpack(self, saved: Mapping[str, Any], reducer: Averager, comm: GroupCommunicator) -> None:
         if not isinstance(saved, Mapping) or "shards" not in saved:
             raise ValueError("not a state_dict() of a sharded model")
         prefix = f"rank{comm.ledger}/"

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
-from topreduce import CommError, DriftError, Reducer, StepStats, WireError
+from topreduce import CommError, DriftError, WireError
+from topreduce.torch.averager import Averager, Stats
 from topreduce.torch.clock import StepClock
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.surroundings import Participation, Surroundings
@@ -59,7 +60,7 @@ class Steps:
 
     def __init__(
         self,
-        reducer: Reducer,
+        reducer: Averager,
         comm: GroupCommunicator,
         surroundings: Surroundings,
         verifier: Verifier,
@@ -150,7 +151,7 @@ class Steps:
         self._stop()
         self._thread.join()
 
-    def record(self, stats: StepStats, level: str, in_finish: float = 0.0) -> dict[str, Any]:
+    def record(self, stats: Stats, level: str, in_finish: float = 0.0) -> dict[str, Any]:
         """A step as users see it. `level`: what it sent, in a word; `in_finish`: seconds from the
         last gradient that was handed over until the means were computed.
         """

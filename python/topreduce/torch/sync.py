@@ -15,6 +15,7 @@ from torch.nn import Module
 from topreduce import CommError, Reducer
 from topreduce.advice import Advice, Site, advise
 from topreduce.torch import checkpoint, report, restoring, state_files
+from topreduce.torch.averager import Averager
 from topreduce.torch.fsdp import Cut, cuts_of, local_part
 from topreduce.torch.kinds import Attached
 from topreduce.torch.meeting import Ranks, refuse
@@ -37,7 +38,7 @@ class Sync:
 
     def __init__(
         self,
-        reducer: Reducer,
+        reducer: Averager,
         comm: GroupCommunicator,
         steps: Steps,
         attached: Attached,
@@ -121,9 +122,9 @@ class Sync:
     ) -> None:
         """Changes settings from the next step on, e.g. density=0.001; what is owed stays.
 
-        The arguments are those of `attach`; what is None does not change. Collective: every rank
-        must make the same changes before the same step. If they differ, or one is not possible,
-        all ranks raise ValueError and nothing changes.
+        The arguments are those of `attach`; settings left as None do not change. Collective: every
+        rank must make the same changes before the same step. If they differ, or one is not
+        possible, all ranks raise ValueError and nothing changes.
         """
         given = {
             "method": method,
@@ -193,6 +194,7 @@ class Sync:
         try:
             comm = GroupCommunicator(group, self._comm.timeout)
             comm.concur(f"ready{self._terms}")
+            assert isinstance(self._reducer, Reducer)
             rebuilt = rebuild(self._reducer, comm, self._steps.verifier.look, module, owners)
         except BaseException as error:
             if comm is not None:

@@ -59,7 +59,9 @@ def give_states(
             words = json.dumps(_take_apart(owner.state_dict(), tensors)).encode()
         heard, counts = comm.all_gather(np.frombuffer(words, np.uint8))
         if counts[source] != heard.size:
-            raise WireError(f"rank {source} alone tells the state of an optimizer, and others did")
+            raise WireError(
+                f"rank {source} alone may send the state of an optimizer, but others did too"
+            )
         try:
             told = json.loads(heard.tobytes())
             if comm.rank != source:

@@ -13,13 +13,14 @@ A member that is lost after the vote misses the mean; all others have it, and st
 import json
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from topreduce import CommError, Communicator, DriftError, Layout, Reducer, WireError
+from topreduce import CommError, Communicator, DriftError, Layout, Reducer, StepStats, WireError
+from topreduce._core import Device
 from topreduce.torch.machines import Floats, Levels
 
 _JOINED, _BY_PRESENT = 1, 2
@@ -27,7 +28,7 @@ _ANY = float(np.finfo(np.float32).max)
 
 
 class Told:
-    """A StepStats that the delegate told its machine."""
+    """What a step cost, as the delegate told its machine."""
 
     def __init__(self, stats: dict[str, Any]) -> None:
         self._stats = stats
@@ -36,11 +37,14 @@ class Told:
         return self._stats
 
 
-class _OnTwoLevels(Reducer):
-    """What delegates and members do alike."""
+class _Part:
+    """A rank's part: what delegates and members do alike.
+
+    Settings, plan and number of the step are those of a Reducer; a delegate also averages with it.
+    """
 
     def __init__(self, levels: Levels, layout: Layout, method: str, **settings: object) -> None:
-        super().__init__(layout, method, **settings)
+        self._reducer = Reducer(layout, method, **settings)
         self._levels = levels
         self._parameters = len(layout.names)
         self._bypassed = False
@@ -54,6 +58,61 @@ class _OnTwoLevels(Reducer):
         self._seconds = 0.0  # for the open step, inside the machine
         self.compress()
 
+    @property
+    def layout(self) -> Layout:
+        return self._reducer.layout
+
+    @property
+    def spec(self) -> dict[str, str]:
+        return self._reducer.spec
+
+    @property
+    def step(self) -> int:
+        return self._reducer.step
+
+    @property
+    def buckets(self) -> list[list[int]]:
+        return self._reducer.buckets
+
+    @property
+    def density(self) -> float:
+        return self._reducer.density
+
+    @property
+    def level(self) -> str:
+        return self._reducer.level
+
+    @property
+    def reason(self) -> str:
+        return self._reducer.reason
+
+    @property
+    def choices(self) -> str:
+        return self._reducer.choices
+
+    @property
+    def stats(self) -> StepStats:
+        return self._reducer.stats
+
+    @property
+    def pace(self) -> float:
+        return self._reducer.pace
+
+    def use(self, device: Device | None) -> None:
+        self._reducer.use(device)
+
+    def configure(self, **changes: object) -> None:
+        self._reducer.configure(**changes)
+
+    def commit_if(self, allows: Callable[[], bool] | None) -> None:
+        self._reducer.commit_if(allows)
+
+    def progress(self) -> bool:
+        return self._reducer.progress()
+
+    def timed(self, computed: float, waited: float) -> None:
+        self._reducer.timed(computed, waited)
+
     # A machine that is alone has nobody to compress for: its steps are dense, whatever is asked.
 
     @property
@@ -61,14 +120,14 @@ class _OnTwoLevels(Reducer):
         return self._bypassed
 
     def bypass(self) -> None:
-        super().bypass()
+        self._reducer.bypass()
         self._bypassed = True
 
     def compress(self) -> None:
         if self._levels.ledgers > 1:
-            super().compress()
+            self._reducer.compress()
         else:
-            super().bypass()
+            self._reducer.bypass()
         self._bypassed = False
 
     def begin(self, comm: Communicator, loss_scale: float = 1.0) -> None:
@@ -87,12 +146,8 @@ class _OnTwoLevels(Reducer):
         self._fingerprint = fingerprint
 
     def agree(self, comm: Communicator) -> None:
-        super().agree(comm)
+        self._reducer.agree(comm)
         self._loaded = False
-
-    def load_state(self, state: dict[str, dict[str, Any]]) -> None:
-        super().load_state(state)
-        self._loaded = True
 
     def participate(
         self, unused: Sequence[int] = (), presence: str = "present", divisor: str = "ranks"
@@ -100,7 +155,7 @@ class _OnTwoLevels(Reducer):
         self._attendance |= self._note(unused, presence, divisor)
 
     def abandon(self) -> None:
-        super().abandon()
+        self._reducer.abandon()
         self._gradients.clear()
 
     def _note(self, unused: Sequence[int], presence: str, divisor: str) -> NDArray[np.uint8]:
@@ -183,7 +238,7 @@ class _OnTwoLevels(Reducer):
         return Told({**stats, "bytes_inside": self._levels.inside.bytes_inside, "seconds": seconds})
 
 
-class Delegate(_OnTwoLevels):
+class Delegate(_Part):
     """Exchanges for its machine, and owes for it: sum over the machine * machines / ranks.
 
     So the mean over the delegates is the mean over the ranks, also of machines of different sizes.
@@ -196,11 +251,11 @@ class Delegate(_OnTwoLevels):
             raise self._lost
         super().begin(comm, loss_scale)
         self._unit = 1.0
-        Reducer.begin(self, self._between, self._scale)
+        self._reducer.begin(self._between, self._scale)
 
     def verify(self, fingerprint: int) -> None:
         super().verify(fingerprint)
-        Reducer.verify(self, fingerprint)
+        self._reducer.verify(fingerprint)
 
     def add(self, parameters: Sequence[int], gradient: Floats, most: float = _ANY) -> None:
         notes = self._collect(parameters, gradient)
@@ -209,10 +264,10 @@ class Delegate(_OnTwoLevels):
         divisor = np.float32(self._levels.size / self._levels.ledgers)
         if divisor != 1:
             gradient /= divisor
-        super().add(parameters, gradient, most)
+        self._reducer.add(parameters, gradient, most)
 
-    def finish(self) -> Told:  # type: ignore[override]
-        stats: dict[str, Any] = dict(super().finish().as_dict())
+    def finish(self) -> Told:
+        stats: dict[str, Any] = dict(self._reducer.finish().as_dict())
         news = {"stats": stats, "next": self.step, "unit": self._unit}
         news |= {"density": self.density, "level": self.level, "reason": self.reason}
         try:
@@ -224,6 +279,13 @@ class Delegate(_OnTwoLevels):
         self._rescale(self._unit)
         return self._told(stats)
 
+    def state(self) -> dict[str, dict[str, Any]]:
+        return self._reducer.state()
+
+    def load_state(self, state: dict[str, dict[str, Any]]) -> None:
+        self._reducer.load_state(state)
+        self._loaded = True
+
     def _attend_for_all(self, notes: NDArray[np.uint8]) -> None:
         """A machine used what one of its ranks used, and is present if one of them is."""
         present = int(np.count_nonzero(notes[:, 0] & _JOINED == 0))
@@ -232,7 +294,8 @@ class Delegate(_OnTwoLevels):
         unused = np.flatnonzero(bits).tolist() if present else []
         if unused or not present or by_present:
             presence = "present" if present else "joined"
-            Reducer.participate(self, unused, presence, "present" if by_present else "ranks")
+            divisor = "present" if by_present else "ranks"
+            self._reducer.participate(unused, presence, divisor)
         if by_present:
             # The core divides by the machines that are present, and we mean ranks.
             counts, _ = self._between.all_gather(np.array([present], np.int32).view(np.uint8))
@@ -246,7 +309,7 @@ class Delegate(_OnTwoLevels):
         return self._levels.between
 
 
-class Member(_OnTwoLevels):
+class Member(_Part):
     """Lends its delegate its gradients, and hears what became of them. It owes nothing."""
 
     _news: dict[str, Any] | None = None  # of the last step
@@ -272,15 +335,15 @@ class Member(_OnTwoLevels):
     def add(self, parameters: Sequence[int], gradient: Floats, most: float = _ANY) -> None:
         self._collect(parameters, gradient)
 
-    def finish(self) -> Told:  # type: ignore[override]
+    def finish(self) -> Told:
         heard, counts = self._levels.inside.all_gather(np.empty(0, np.uint8))
         try:
             news = json.loads(heard[: counts[0]].tobytes())
         except ValueError as error:
-            raise WireError(f"step {self.step}: the delegate's message is no JSON") from error
+            raise WireError(f"step {self.step}: the delegate's message is not JSON") from error
         self._hand_out()
         self._rescale(news["unit"])
-        self.skip_to(news["next"])
+        self._reducer.skip_to(news["next"])
         self._news = news
         return self._told(news["stats"])
 
@@ -288,13 +351,13 @@ class Member(_OnTwoLevels):
         return {"numbers": {"step": float(self.step)}, "parameters": {}, "entries": {}}
 
     def load_state(self, state: dict[str, dict[str, Any]]) -> None:
-        self.skip_to(int(state["numbers"]["step"]))
+        self._reducer.skip_to(int(state["numbers"]["step"]))
         self._loaded = True
 
 
 def on_two_levels(
     levels: Levels, layout: Layout, method: str, settings: dict[str, object]
-) -> Reducer:
+) -> Delegate | Member:
     """This rank's part in averaging over machines."""
     kind = Member if levels.between is None else Delegate
     return kind(levels, layout, method, **settings)

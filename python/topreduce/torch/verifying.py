@@ -1,4 +1,4 @@
-"""The drift alarm: a fingerprint of the parameters, compared over the ranks every so many steps."""
+"""The drift alarm: a fingerprint of the parameters, compared over the ranks every few steps."""
 
 from collections.abc import Callable, Iterable
 

@@ -201,7 +201,7 @@ def parse_methods(words: str, shards: int = 1) -> list[Method]:
                 f"PyTorch's own it has {', '.join(NATIVE)}"
             )
     if len(set(specs)) < len(specs):
-        raise ValueError(f"a method stands twice in {words!r}; the A/A row is added by itself")
+        raise ValueError(f"a method is given twice in {words!r}; the A/A row is added anyway")
     return [Method(spec, spec) for spec in specs]
 
 

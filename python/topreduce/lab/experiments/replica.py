@@ -42,7 +42,7 @@ class Replica:
         optimizer: str | None = None,
         learning_rate: float | None = None,
     ) -> None:
-        """Collective. `optimizer`: "adamw" or "sgd"; what is None is as suits the model."""
+        """Collective. `optimizer`: "adamw" or "sgd"; None takes those of the model."""
         self.rank = rank
         self.task: Task = make_task(workload)
         self.learning_rate = self.task.learning_rate if learning_rate is None else learning_rate

@@ -8,8 +8,9 @@ from html import escape
 
 from topreduce.lab.experiments.race import RaceRow
 from topreduce.lab.experiments.train import TrainRun
+from topreduce.lab.report.palette import COLOURS, DARK, LIGHT, variables
 from topreduce.lab.report.results import Results, machine_words, mean
-from topreduce.lab.report.svg import COLOURS, Bar, Scale, Series, bar_chart, line_chart
+from topreduce.lab.report.svg import Bar, Scale, Series, bar_chart, line_chart
 from topreduce.lab.report.tables import Grid, grids
 from topreduce.lab.report.verdict import verdict
 
@@ -17,13 +18,11 @@ _MOST_POINTS = 400
 _FEWEST_BYTES = 1000  # of a step that are worth a bar: noop's barriers are not
 _PARTS = ("compute", "look", "choose", "pack", "network", "unpack", "commit", "not ours")
 
+_ROOT = (
+    f":root {{ color-scheme: light dark; {variables(LIGHT)} }}\n"
+    f"@media (prefers-color-scheme: dark) {{ :root {{ {variables(DARK)} }} }}"
+)
 _STYLE = """
-:root { color-scheme: light dark; --paper: #fdfdfc; --ink: #1c1e21; --dim: #5c6269;
-  --rule: #dddfe2; --s0: #2f6db3; --s1: #c8501e; --s2: #15825f; --s3: #a3478f; --s4: #8a6a00;
-  --s5: #0b7f96; --s6: #6f58c9; --s7: #83898f; }
-@media (prefers-color-scheme: dark) { :root { --paper: #17191c; --ink: #e6e7e8; --dim: #a3a9b0;
-  --rule: #373b40; --s0: #6ba6ea; --s1: #f08a5a; --s2: #4fc29b; --s3: #d98bc8; --s4: #d1ae3d;
-  --s5: #4dbdd3; --s6: #a797f2; --s7: #9aa0a6; } }
 body { background: var(--paper); color: var(--ink); max-width: 60rem; margin: 2rem auto;
   padding: 0 1.2rem; font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem; }
@@ -60,7 +59,7 @@ def page(several: Sequence[Results]) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>topreduce lab</title>\n<style>{_STYLE}{colours}</style>\n</head>\n"
+        f"<title>topreduce lab</title>\n<style>{_ROOT}{_STYLE}{colours}</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
 

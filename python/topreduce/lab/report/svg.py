@@ -1,4 +1,4 @@
-"""Charts as inline SVG: lines and stacked bars. Colours come from the page, by class."""
+"""Charts as SVG: lines and stacked bars. Colours come from what they stand in, by class."""
 
 from __future__ import annotations
 
@@ -8,23 +8,28 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-COLOURS = 8
-_WIDTH, _HEIGHT = 680, 340
+from topreduce.lab.report.palette import COLOURS
+
+WIDTH, HEIGHT = 680, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 12, 46
 _BAR, _BAR_GAP, _NAMES = 20, 12, 240
 _LONGEST_NAME = 30  # characters that fit there
 _MOST_TICKS = 7
+_LETTER, _LINE = 7.0, 15.0  # room that a name takes at the end of its line: a letter, the height
+_NEAR = 24.0  # to the edge
+_ROUNDS = 200  # of moving names apart
 
 Scale = Literal["linear", "log"]
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line, or the parts of a bar with one meaning; `colour` counts from 0."""
+    """A line; `colour` counts from 0, and is dashed from COLOURS on."""
 
     label: str
     points: Sequence[tuple[float, float]]
     colour: int
+    ours: bool = False  # drawn thicker
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,10 @@ def line_chart(
     x_scale: Scale,
     y_scale: Scale = "linear",
     levels: Sequence[tuple[str, float]] = (),
+    names: Literal["elsewhere", "at lines"] = "elsewhere",
 ) -> str:
     """Lines over common axes, and `levels` across, with their names; points that are not finite
-    are left out.
+    are left out. `names`: those of the lines stand at their ends, or the caller shows them.
 
     On a logarithmic axis zero is the left edge; points at or below zero cannot be shown upwards.
     """
@@ -54,42 +60,76 @@ def line_chart(
     xs = [x for _, points in shown for x, _ in points if x_scale == "linear" or x > 0]
     if not xs:
         return ""
+    if x_scale == "linear" and 0 < min(xs) < max(xs) / 5:
+        xs.append(0.0)  # so near that it belongs to the picture
     if x_scale == "log":
         xs.append(min(xs) / 2)
         x_label += " (logarithmic)"
     if y_scale == "log":
         y_label += " (logarithmic)"
-    x_axis = _Axis(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT, x_scale)
-    y_axis = _Axis(min(ys), max(ys), _HEIGHT - _BOTTOM, _TOP, y_scale)
-    parts = [_open(_WIDTH, _HEIGHT, f"{y_label} against {x_label}")]
+    longest = max(len(each.label) for each in series) if names == "at lines" else 0
+    right = WIDTH - _RIGHT - _LETTER * longest
+    x_axis = _Axis(min(xs), max(xs), _LEFT, right, x_scale)
+    y_axis = _Axis(min(ys), max(ys), HEIGHT - _BOTTOM, _TOP, y_scale)
+    parts = [_open(WIDTH, HEIGHT, f"{y_label} against {x_label}")]
     for tick in y_axis.ticks():
         y = y_axis.place(tick)
-        parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
+        parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{right:.1f}"/>')
         parts.append(_text(_LEFT - 6, y + 4, _number(tick), "end"))
     for tick in x_axis.ticks():
         x = x_axis.place(tick)
-        parts.append(f'<path class="grid" d="M{x:.1f} {_TOP}V{_HEIGHT - _BOTTOM}"/>')
-        parts.append(_text(x, _HEIGHT - _BOTTOM + 17, _number(tick), "middle"))
+        parts.append(f'<path class="grid" d="M{x:.1f} {_TOP}V{HEIGHT - _BOTTOM}"/>')
+        parts.append(_text(x, HEIGHT - _BOTTOM + 17, _number(tick), "middle"))
     for each, points in shown:
         path = "L".join(f"{x_axis.place(x):.1f} {y_axis.place(y):.1f}" for x, y in points)
-        dashed = " dashed" if each.colour >= COLOURS else ""
         label = escape(each.label)
-        parts.append(
-            f'<path class="line s{each.colour % COLOURS}{dashed}" d="M{path}">'
-            f"<title>{label}</title></path>"
-        )
+        parts.append(f'<path class="{line_class(each)}" d="M{path}"><title>{label}</title></path>')
     for name, level in levels:
         y = y_axis.place(level)
-        parts.append(f'<path class="level" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
-        parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, y - 5, name, "middle"))
-    middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    parts.append(_text(middle, _HEIGHT - 8, x_label, "middle", "axis"))
-    height = (_TOP + _HEIGHT - _BOTTOM) / 2
+        parts.append(f'<path class="level" d="M{_LEFT} {y:.1f}H{right:.1f}"/>')
+        parts.append(_text((_LEFT + right) / 2, y - 5, name, "middle"))
+    if names == "at lines":
+        ends = [(each, points[-1]) for each, points in shown if points]
+        places = [(each, x_axis.place(x), y_axis.place(y)) for each, (x, y) in ends]
+        parts += _names(places, right)
+    middle = (_LEFT + right) / 2
+    parts.append(_text(middle, HEIGHT - 8, x_label, "middle", "axis"))
+    height = (_TOP + HEIGHT - _BOTTOM) / 2
     parts.append(
         f'<g transform="translate(14 {height:.0f}) rotate(-90)">'
         f"{_text(0, 0, y_label, 'middle', 'axis')}</g>"
     )
     return "\n".join([*parts, "</svg>"])
+
+
+def line_class(series: Series) -> str:
+    """Of its path."""
+    kinds = [f"line s{series.colour % COLOURS}"]
+    kinds += ["dashed"] if series.colour >= COLOURS else []
+    kinds += ["ours"] if series.ours else []
+    return " ".join(kinds)
+
+
+def _names(ends: Sequence[tuple[Series, float, float]], edge: float) -> list[str]:
+    """Each at the end of its line, those that would cover each other apart but in their order; of
+    lines with one name the last has it. Lines that all but reach `edge` have theirs there.
+    """
+    last = {each.label: (each, edge if x > edge - _NEAR else x, y) for each, x, y in ends}
+    ordered = sorted(last.values(), key=lambda end: end[2])
+    heights = [y for _, _, y in ordered]
+    for _ in range(_ROUNDS):
+        for upper, (above, x, _) in enumerate(ordered):
+            for lower, (_, other, _) in list(enumerate(ordered))[upper + 1 :]:
+                width = _LETTER * max(len(above.label), len(ordered[lower][0].label))
+                missing = _LINE - (heights[lower] - heights[upper])
+                if abs(x - other) < width and missing > 0:
+                    heights[upper] -= missing / 2
+                    heights[lower] += missing / 2
+        heights = [min(max(height, _TOP), HEIGHT - _BOTTOM) for height in heights]
+    return [
+        _text(x + 6, height + 4, each.label, "start", f"name s{each.colour % COLOURS}")
+        for (each, x, _), height in zip(ordered, heights, strict=True)
+    ]
 
 
 def bar_chart(x_label: str, bars: Sequence[Bar], scale: Scale = "linear") -> str:
@@ -103,8 +143,8 @@ def bar_chart(x_label: str, bars: Sequence[Bar], scale: Scale = "linear") -> str
         return ""
     height = _TOP + len(bars) * (_BAR + _BAR_GAP) + _BOTTOM
     low = 0.0 if scale == "linear" else 10 ** math.floor(math.log10(min(positive)))
-    axis = _Axis(low, max(positive), _NAMES, _WIDTH - 150, scale)
-    parts = [_open(_WIDTH, height, x_label)]
+    axis = _Axis(low, max(positive), _NAMES, WIDTH - 150, scale)
+    parts = [_open(WIDTH, height, x_label)]
     for tick in axis.ticks():
         x = axis.place(tick)
         parts.append(f'<path class="grid" d="M{x:.1f} {_TOP}V{height - _BOTTOM}"/>')
@@ -129,7 +169,7 @@ def bar_chart(x_label: str, bars: Sequence[Bar], scale: Scale = "linear") -> str
             )
             start += value
         parts.append(_text(axis.place(max(total, low)) + 8, y + _BAR / 2 + 4, bar.words, "start"))
-    middle = (_NAMES + _WIDTH - 150) / 2
+    middle = (_NAMES + WIDTH - 150) / 2
     if scale == "log":
         x_label += " (logarithmic)"
     parts.append(_text(middle, height - 8, x_label, "middle", "axis"))

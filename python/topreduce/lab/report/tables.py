@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich import box
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from topreduce.lab.experiments.methods import AGAIN
 from topreduce.lab.experiments.race import RaceRow
@@ -41,15 +43,15 @@ def grids(results: Results) -> list[Grid]:
     return made
 
 
-def rich_table(grid: Grid) -> Table:
+def rich_table(grid: Grid) -> Group:
     """For a terminal."""
-    table = Table(title=grid.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(grid.headings[0], overflow="fold", min_width=12)
     for heading in grid.headings[1:]:
         table.add_column(heading, justify="right")
     for row in grid.rows:
         table.add_row(*row)
-    return table
+    return Group(Text(grid.title, style="italic"), table)
 
 
 def race_grid(results: Results) -> Grid:
