@@ -15,7 +15,7 @@ _INKS = ("#2f6db3", "#c8501e", "#15825f", "#a3478f", "#8a6a00", "#0b7f96", "#6f5
 
 @dataclass(frozen=True)
 class Figure:
-    """Lines by label; labels that start with "bound" or "paper" are dashed."""
+    """Lines by label; bounds, and what a paper says, are dashed."""
 
     title: str
     x_label: str
@@ -53,7 +53,7 @@ class Figure:
 
 
 def _is_dashed(label: str) -> bool:
-    return label.startswith(("bound", "paper", "1 -", "(1 -", "k", "1/N"))
+    return label.startswith(("bound", "paper", "normal", "straight", "1 -", "(1 -", "k", "1/N"))
 
 
 def _style() -> str:
