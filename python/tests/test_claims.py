@@ -105,6 +105,14 @@ def test_normal_vectors_keep_the_bound_of_gaussiank_and_flat_ones_do_not(
         assert all(kept) is holds
 
 
+def test_subwords_spell_their_text(script: Callable[[str], ModuleType]) -> None:
+    data = script("data")
+    words = ["the", "other", "then", ".", "there"] * 6
+    pieces, ids = data.subwords(words, merges=3)
+    assert "".join(pieces[each] for each in ids) == "_the_other_then._there" * 6
+    assert len(ids) < len("_the_other_then._there" * 6)
+
+
 def test_every_claim_has_its_section_results_and_figures() -> None:
     page = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
     for results in sorted((CLAIMS / "results").glob("*.json")):
