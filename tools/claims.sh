@@ -19,7 +19,7 @@ claims() {
   done
   ((${#names[@]})) || names=("${known[@]}")
   setup_tools build test lab docs && setup_package || return
-  [[ ! " ${names[*]} " =~ ' '(scale|volume)' ' ]] || build bench || return
+  [[ ! " ${names[*]} " =~ ' '(arc|lab|scale|volume)' ' ]] || build bench || return
   for name in "${names[@]}"; do
     printf '\n== %s\n' "$name"
     "$python" "bench/claims/$name.py" "${options[@]}" || status=1

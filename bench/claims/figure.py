@@ -12,7 +12,7 @@ from topreduce.lab.report.svg import Scale, Series, line_chart
 
 @dataclass(frozen=True)
 class Figure:
-    """Lines by label; labels that start with "bound" or "paper" are dashed."""
+    """Lines by label; bounds, and what a paper says, are dashed."""
 
     title: str
     x_label: str
@@ -32,4 +32,4 @@ class Figure:
 
 
 def _is_dashed(label: str) -> bool:
-    return label.startswith(("bound", "paper", "1 -", "(1 -", "k", "1/N"))
+    return label.startswith(("bound", "paper", "normal", "straight", "1 -", "(1 -", "k", "1/N"))
