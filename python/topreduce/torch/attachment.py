@@ -20,6 +20,7 @@ from topreduce.torch.fsdp import local_part
 from topreduce.torch.fsdp_kind import FSDPKind
 from topreduce.torch.gradients import stored_shape
 from topreduce.torch.kinds import Kind, Parameters
+from topreduce.torch.machine_device import MachineDevice
 from topreduce.torch.machines import Levels
 from topreduce.torch.meeting import Ranks, refuse
 from topreduce.torch.module_kind import ModuleKind
@@ -261,9 +262,10 @@ def _prepare(
 
 def _device_of(parameters: Iterable[torch.Tensor], comm: GroupCommunicator) -> SummingDevice | None:
     """Where gradients stay; None if they come to main memory."""
-    # What ranks of a machine add up is in its main memory.
-    place = None if isinstance(comm, Levels) else place_of(parameters)
-    return None if place is None else SummingDevice(place)
+    place = place_of(parameters)
+    if place is None or not isinstance(comm, Levels):
+        return None if place is None else SummingDevice(place)
+    return MachineDevice(place) if comm.has_devices else None
 
 
 def _is_valid(timeout: object) -> TypeGuard[timedelta]:
