@@ -26,7 +26,8 @@ class TOPREDUCE_API Device {
   virtual void open(std::span<const Segment> segments, Base base, float scale) = 0;
 
   /// What will be asked of it: `strongest` with this floor and these limits, and, unless the
-  /// stride is 0, `sample`. Lets a device bring counts, sample and summary in one go.
+  /// stride is 0, `sample`. Lets a device bring counts, sample and summary in one go, and then all
+  /// entries, if there are several questions.
   struct Questions {
     float floor = 0;
     std::span<const std::size_t> limits;
