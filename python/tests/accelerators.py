@@ -3,10 +3,14 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import fakegpu
 import models
 import torch
+
+from topreduce.torch import attachment
 
 DEVICE = "TOPREDUCE_TESTS_DEVICE"  # set by --device; ranks read it
 
@@ -48,6 +52,11 @@ def on_device() -> Iterator[None]:
     finally:
         models.place = torch.device("cpu")
     check_order()
+
+
+def by_copy() -> contextlib.AbstractContextManager[Any]:
+    """Models that are attached in here have their gradients looked at in main memory."""
+    return mock.patch.object(attachment, "_device_of", return_value=None)
 
 
 def check_order() -> None:

@@ -17,7 +17,7 @@ import test_attach
 import test_ddp
 import torch
 import torch.distributed as dist
-from accelerators import check_order, is_fake, name, on_device
+from accelerators import by_copy, check_order, is_fake, name, on_device
 from models import Run, attach_at_once, digest, flat, made_at_home, owed, text
 from processes import Rank, accelerated
 from scenarios import equal_plain_ddp, keep_the_laws
@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from topreduce.lab.experiments.methods import parse_methods
 from topreduce.lab.experiments.race import RaceOptions, race_rank
 from topreduce.lab.tasks.models import Workload
-from topreduce.torch import CommError, WireError, attachment
+from topreduce.torch import CommError, WireError
 from topreduce.torch.device import GradientDevice
 from topreduce.torch.device_group import DeviceGroup
 
@@ -56,16 +56,10 @@ def same_training(rank: Rank, settings: dict[str, Any]) -> None:
         train_both(rank, settings)
 
 
-def by_copy(rank: Rank, settings: dict[str, Any]) -> tuple[Run, Any]:
-    """A model on the device whose gradients are looked at in main memory, by the core."""
-    run = Run(rank, bucket_cap_mb=0.02)
-    with mock.patch.object(attachment, "_device_of", return_value=None):
-        return run, attach_at_once(run.ddp, **settings)
-
-
 def train_both(rank: Rank, settings: dict[str, Any]) -> None:
-    here, sync_here = by_copy(rank, settings)
-    there = Run(rank, bucket_cap_mb=0.02)
+    here, there = Run(rank, bucket_cap_mb=0.02), Run(rank, bucket_cap_mb=0.02)
+    with by_copy():
+        sync_here = attach_at_once(here.ddp, **settings)
     sync_there = attach_at_once(there.ddp, **settings)
     assert not sync_here._reducer.on_device
     assert sync_there._reducer.on_device == (settings != ARC)
