@@ -11,6 +11,7 @@ import models
 import torch
 
 from topreduce.torch import attachment
+from topreduce.torch.summing_device import SummingDevice
 
 DEVICE = "TOPREDUCE_TESTS_DEVICE"  # set by --device; ranks read it
 
@@ -57,6 +58,14 @@ def on_device() -> Iterator[None]:
 def by_copy() -> contextlib.AbstractContextManager[Any]:
     """Models that are attached in here have their gradients looked at in main memory."""
     return mock.patch.object(attachment, "_device_of", return_value=None)
+
+
+def by_torch() -> contextlib.AbstractContextManager[Any]:
+    """The same in main memory by torch operations, as those of a device are. For models in bf16,
+    some of whose operations fakegpu does not know.
+    """
+    make = mock.Mock(side_effect=lambda *_: SummingDevice(torch.device("cpu")))
+    return mock.patch.object(attachment, "_device_of", make)
 
 
 def check_order() -> None:

@@ -3,11 +3,11 @@
 import contextlib
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerators import by_torch
 from models import owed
 from processes import Rank, group
 from sharded import (
@@ -27,11 +27,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from topreduce.torch import CommError, Sync, WireError, attachment
+from topreduce.torch import CommError, Sync, WireError
 from topreduce.torch.fsdp import local_part
 from topreduce.torch.module_kind import _adapters
 from topreduce.torch.process_group import GroupCommunicator
-from topreduce.torch.summing_device import SummingDevice
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BF16_REDUCE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -475,14 +474,14 @@ def on_a_device(rank: Rank) -> None:
     """With main memory as the device, where gradients are looked at by torch: the same bits."""
     mesh = mesh_of(2, 2)
     found = []
-    for device in (None, SummingDevice(torch.device("cpu"))):
-        with mock.patch.object(attachment, "_device_of", return_value=device):
+    for there, how in ((False, contextlib.nullcontext()), (True, by_torch())):
+        with how:
             model = build(Case(), mesh["shard"])
             sync = attach(model, mesh, "topk", density=0.1)
         for step in range(3):
             model.zero_grad()
             model(text(rank.rank, step), (0, 2) if rank.rank < 2 else (0, 1, 2)).backward()
-        assert sync._reducer.on_device == (device is not None)
+        assert sync._reducer.on_device == there
         found.append([each for each in local_gradients(model).values() if each is not None])
         sync.detach()
     assert len(found[0]) == len(list(model.parameters()))

@@ -9,7 +9,7 @@ from unittest import mock
 import models
 import pytest
 import torch
-from accelerators import by_copy, on_device
+from accelerators import by_torch, on_device
 from models import Dictated, Run, attach_at_once, digest, owed, rank_order_sum, small_integers
 from processes import Rank, accelerated, group
 from torch import Tensor, nn
@@ -44,13 +44,13 @@ def test_bf16_at_one_percent_keeps_the_law(foreign: bool) -> None:
 
 
 def train_in_bf16(rank: Rank) -> tuple[str, list[float]]:
-    """As people do, by the device and by way of main memory: the same."""
+    """As people do, by the core and by torch operations: the same."""
     runs, debts = [], []
-    for where in (by_copy(), contextlib.nullcontext()):
-        with on_device(), where:
-            run = Run(rank, dtype=torch.bfloat16)
+    for how in (contextlib.nullcontext(), by_torch()):
+        run = Run(rank, dtype=torch.bfloat16)
+        with how:
             sync = attach_at_once(run.ddp, "topk", density=0.01, warmup_steps=3, ramp_steps=5)
-            run.train(range(40))
+        run.train(range(40))
         assert sync.stats()["density"] == 0.01
         debts.append(digest(owed(sync)))
         runs.append(run)
@@ -60,7 +60,7 @@ def train_in_bf16(rank: Rank) -> tuple[str, list[float]]:
 
 
 def test_bf16_at_one_percent_learns() -> None:
-    digests, losses = zip(*accelerated(2).run(train_in_bf16), strict=True)
+    digests, losses = zip(*group(2).run(train_in_bf16), strict=True)
     assert len(set(digests)) == 1
     assert all(sum(each[-5:]) < 0.9 * sum(each[:5]) for each in losses)
 

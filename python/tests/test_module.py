@@ -12,7 +12,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from accelerators import by_copy, on_device
+from accelerators import by_copy, by_torch, on_device
 from models import (
     GPT,
     attach_at_once,
@@ -376,19 +376,27 @@ def test_weights_errors_and_detach() -> None:
 
 def on_a_device(rank: Rank) -> None:
     """The same bits as by way of main memory."""
-    digests = []
-    for where in (by_copy(), contextlib.nullcontext()):
-        with on_device(), where:
-            for dtype in (torch.float32, torch.bfloat16):
-                model = made_at_home(dtype)
-                sync = attach(model, "topk", density=0.05)
-                for step in range(3):
-                    model.zero_grad()
-                    model(text(rank.rank, step).to(models.place)).backward()
-                digests.append((sync._reducer.on_device, digest(flat(model, lambda p: p.grad))))
-                sync.detach()
-    assert [there for there, _ in digests] == [False, False, True, True]
-    assert [each for _, each in digests[:2]] == [each for _, each in digests[2:]]
+    with on_device():
+        found = [train_briefly(rank, how, torch.float32) for how in (by_copy(), NOTHING)]
+    found += [train_briefly(rank, how, torch.bfloat16) for how in (NOTHING, by_torch())]
+    assert [there for there, _ in found] == [False, True] * 2
+    assert found[0][1] == found[1][1]
+    assert found[2][1] == found[3][1]
+
+
+NOTHING = contextlib.nullcontext()
+
+
+def train_briefly(rank: Rank, how: Any, dtype: torch.dtype) -> tuple[bool, str]:
+    """Whether gradients are on a device, and what they come to."""
+    model = made_at_home(dtype)
+    with how:
+        sync = attach(model, "topk", density=0.05)
+    for step in range(3):
+        model.zero_grad()
+        model(text(rank.rank, step).to(models.place)).backward()
+    sync.detach()
+    return sync._reducer.on_device, digest(flat(model, lambda p: p.grad))
 
 
 def test_gradients_on_a_device() -> None:
