@@ -109,8 +109,7 @@ class GroupCommunicator(Communicator):
         """Returns if all ranks came with the same word; otherwise ValueError, on all of them."""
         words = self.ask(word)
         if len(set(words)) > 1:
-            by_rank = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(words))
-            raise ValueError(f"the ranks differ, so nothing was changed: {by_rank}")
+            raise ValueError(_difference(words))
 
     def ask(self, word: str) -> list[str]:
         """The words with which the ranks came, in rank order."""
@@ -126,8 +125,11 @@ class GroupCommunicator(Communicator):
         them. Collective; `device`: None if this rank has none.
         """
         like = None if device is None else backend_of(group, device)
-        words = self.ask("" if device is None or like is None else f"{device.type}:{like.name()}")
-        self._speaks = like if words[0] and len(set(words)) == 1 else None
+        speaks = "" if device is None or like is None else f" on {device.type}, {like.name()}"
+        words = self.ask(f"ready{speaks}")
+        if not all(word.startswith("ready") for word in words):  # of another kind of attach()
+            raise ValueError(_difference(words))
+        self._speaks = like if speaks and len(set(words)) == 1 else None
 
     @property
     def has_devices(self) -> bool:
@@ -283,6 +285,11 @@ class GroupCommunicator(Communicator):
         word = sendable(cause)[:_LONGEST_WORD]
         if self.say(word, _LAST_WORD):
             with_patience(lambda: self._store.set(f"word/{self.rank}", word))
+
+
+def _difference(words: Sequence[str]) -> str:
+    by_rank = "; ".join(f"rank {rank}: {word}" for rank, word in enumerate(words))
+    return f"the ranks differ, so nothing was changed: {by_rank}"
 
 
 def timeout_of(group: dist.ProcessGroup | Ranks, device: torch.device) -> timedelta:
