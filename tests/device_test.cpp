@@ -20,6 +20,9 @@ class PlainDevice final : public Device {
   std::map<std::size_t, Floats> gradients;  // by number of the parameter
   int commits_left = 1'000'000;             // until one fails
   bool refuses = false;                     // to move what is owed
+  bool can_add_up = false;                  // over the ranks ...
+  Communicator* comm = nullptr;             // ... by the all-reduce of this
+  int brought = 0;                          // how often sums came to main memory
 
   void open(std::span<const Segment> segments, Base base, float scale) override {
     segments_.assign(segments.begin(), segments.end());
@@ -91,6 +94,59 @@ class PlainDevice final : public Device {
     }
   }
   double settled_energy() override { return std::exchange(gone_, 0.0); }
+  bool adds_up() const override { return can_add_up; }
+  void project(Index start, std::size_t size, std::size_t width,
+               std::span<const float> directions) override {
+    for (std::size_t at = 0; at < size; at += width) {
+      const std::size_t first = noted_.size();
+      noted_.resize(first + directions.size() / width);
+      const auto row = std::span(x_).subspan(start + at, std::min(width, size - at));
+      kernels::project({{}, row, 1}, directions.data(), width, std::span(noted_).subspan(first));
+    }
+  }
+  void add_up_noted(std::span<float> numbers, std::span<float> sums) override {
+    reduce(numbers, noted_);
+    ASSERT_EQ(sums.size(), noted_.size());
+    std::ranges::copy(noted_, sums.begin());
+    noted_.clear();
+  }
+  void add_up(std::span<float> numbers, std::span<const Run> runs, std::uint32_t key) override {
+    Sums& sums = sums_[key];
+    sums.places.clear();
+    sums.values.clear();
+    for (const Run& run : runs) {
+      for (Index i = 0; i < run.size; ++i) sums.places.push_back(run.start + i);
+    }
+    if (runs.empty()) {
+      for (std::size_t i = 0; i < x_.size(); ++i) sums.places.push_back(i);
+    }
+    for (const std::size_t place : sums.places) sums.values.push_back(x_[place]);
+    reduce(numbers, sums.values);
+  }
+  float largest_sum(std::uint32_t key) override {
+    float largest = 0;
+    for (const float each : sums_.at(key).values) {
+      if (!(std::abs(each) <= largest)) largest = std::abs(each);
+    }
+    return largest;
+  }
+  void bring_sums(std::uint32_t key, std::span<float> sums, std::span<float> own) override {
+    const Sums& kept = sums_.at(key);
+    for (std::size_t i = 0; i < kept.places.size(); ++i) {
+      sums[i] = kept.values[i];
+      own[i] = x_[kept.places[i]];
+    }
+    ++brought;
+  }
+  void commit_sums(std::uint32_t key, float divisor, float unit) override {
+    const Sums& kept = sums_.at(key);
+    Floats settled(x_.size()), mean(x_.size());
+    for (std::size_t i = 0; i < kept.places.size(); ++i) {
+      settled[kept.places[i]] = x_[kept.places[i]];
+      mean[kept.places[i]] = kept.values[i] / divisor * unit;
+    }
+    if (!x_.empty()) commit_whole(settled, mean);
+  }
   void spoil(std::span<const Segment> segments) override {
     for (const Segment& segment : segments) {
       std::ranges::fill(gradients.at(segment.number), std::numeric_limits<float>::quiet_NaN());
@@ -110,6 +166,21 @@ class PlainDevice final : public Device {
     if (refuses) throw std::runtime_error("the device is full");
   }
 
+  // As the core's own: numbers and values in one all-reduce.
+  void reduce(std::span<float> numbers, std::span<float> values) {
+    Floats both(numbers.begin(), numbers.end());
+    both.insert(both.end(), values.begin(), values.end());
+    if (comm->size() > 1) comm->native_all_reduce(both);
+    std::copy_n(both.begin(), numbers.size(), numbers.begin());
+    std::ranges::copy(std::span(both).subspan(numbers.size()), values.begin());
+  }
+
+  struct Sums {
+    std::vector<std::size_t> places;
+    Floats values;
+  };
+  std::map<std::uint32_t, Sums> sums_;
+  Floats noted_;
   std::vector<Segment> segments_;
   Base base_ = Base::none;
   Floats owed_, scaled_, x_;
@@ -171,6 +242,103 @@ TEST_P(OnDevice, GivesTheBitsOfMainMemory) {
       ASSERT_NEAR(got[r].stats.kept_energy, want[r].stats.kept_energy, 1e-5);
       ASSERT_TRUE(s == 5 || same_bits(got[r].gradient, want[r].gradient)) << "step " << s;
       ASSERT_EQ(got[r].state, want[r].state) << "step " << s;
+    }
+  }
+}
+
+// ---- reduce=native -----------------------------------------------------------------------------
+
+struct Circumstances {
+  float loss_scale = 1;
+  float most = std::numeric_limits<float>::max();
+  std::vector<std::size_t> unused;
+};
+
+/// A step of both at a time, in main memory and on devices; gradients and states afterwards.
+std::vector<Outcome> native_step(Cluster& cluster, std::vector<PlainDevice>* devices,
+                                 const std::vector<Floats>& gradients, const Cut& cut,
+                                 const Circumstances& how) {
+  return meet(cluster.reducers(), [&](Reducer& reducer, Communicator& comm) {
+    const auto rank = static_cast<std::size_t>(comm.rank());
+    const Layout& layout = reducer.layout();
+    std::map<std::size_t, Floats> own;
+    auto& parts = devices != nullptr ? (*devices)[rank].gradients : own;
+    for (std::size_t id = 0; id < layout.count(); ++id) {
+      const auto first = gradients[rank].begin() + static_cast<std::ptrdiff_t>(layout[id].offset);
+      parts[id].assign(first, first + static_cast<std::ptrdiff_t>(layout[id].size));
+    }
+    if (devices != nullptr) (*devices)[rank].comm = &comm;
+    Outcome outcome;
+    reducer.begin(comm, how.loss_scale);
+    if (!how.unused.empty()) reducer.participate({.unused = how.unused});
+    for (const auto& bucket : cut) {
+      for (const std::size_t id : bucket) {
+        devices != nullptr ? reducer.add_on_device(std::array{id}, how.most)
+                           : reducer.add(std::array{id}, parts[id], how.most);
+      }
+    }
+    outcome.stats = reducer.finish();
+    for (const auto& [id, mean] : parts) {
+      outcome.gradient.insert(outcome.gradient.end(), mean.begin(), mean.end());
+    }
+    outcome.state = state_of(reducer);
+    return outcome;
+  });
+}
+
+class NativeOnDevice : public testing::TestWithParam<const char*> {};
+
+INSTANTIATE_TEST_SUITE_P(
+    Methods, NativeOnDevice,
+    testing::Values("dense:feedback=residual", "dense:granularity=model", "randk:density=0.1",
+                    "randk:density=0.3,granularity=model,keep_dense=*bias",
+                    "randk:density=0.1,feedback=none", "arc_topk:density=0.3",
+                    "arc_topk:density=0.2,warmup_steps=2,random=0.5",
+                    "arc_topk:density=0.3,granularity=model,exchange=(arc_topk:ranked=model)",
+                    "arc_topk:density=0.3,exchange=(arc_topk:width=8,stream=signs)"),
+    [](const auto& test) { return name_of(test.param); });
+
+// Sums stay where they are, but for what nobody used, and means that their callers cannot hold.
+TEST_P(NativeOnDevice, GivesTheBitsOfMainMemory) {
+  const Layout layout = small_model();
+  const auto cuts = all_cuts(layout);
+  Spec spec = parse_spec(GetParam());
+  spec.settings["reduce"] = "native";
+  spec.settings["bucket_cap_mb"] = "0";
+  for (const int ranks : {1, 2, 3, 5}) {
+    Cluster here(ranks, layout, spec), there(ranks, layout, spec);
+    std::vector<PlainDevice> devices(static_cast<std::size_t>(ranks));
+    for (int r = 0; r < ranks; ++r) {
+      PlainDevice& device = devices[static_cast<std::size_t>(r)];
+      device.can_add_up = true;
+      there[r].use(&device);
+      ASSERT_TRUE(there[r].on_device());
+    }
+    for (int s = 0; s < 8; ++s) {
+      auto gradients = gradients_of(ranks, s, [&](int rank, int at) {
+        return at % 2 == 0 ? integers(rank, at, layout.size()) : heavy_tailed(rank, at, layout);
+      });
+      if (s == 5) gradients.back()[40] = std::numeric_limits<float>::infinity();
+      Circumstances how;
+      if (s % 3 == 1) how.loss_scale = 24;
+      if (s == 3) how.unused = {3, 5};
+      if (s == 4) how.most = 65504;
+      if (s == 6) how = {.loss_scale = 24, .most = 1, .unused = {}};  // more than callers can hold
+      const Cut& cut = cuts[static_cast<std::size_t>(s) % cuts.size()];
+      const auto want = native_step(here, nullptr, gradients, cut, how);
+      const auto got = native_step(there, &devices, gradients, cut, how);
+      for (std::size_t r = 0; r < got.size(); ++r) {
+        const bool lost = s == 5 || s == 6;
+        ASSERT_EQ(got[r].stats.finite, !lost);
+        ASSERT_EQ(want[r].stats.finite, !lost);
+        ASSERT_EQ(got[r].stats.delivered, want[r].stats.delivered);
+        ASSERT_EQ(got[r].stats.rounds, want[r].stats.rounds);
+        ASSERT_NEAR(got[r].stats.kept_energy, want[r].stats.kept_energy, 1e-5);
+        ASSERT_TRUE(lost || same_bits(got[r].gradient, want[r].gradient)) << "step " << s;
+        ASSERT_EQ(got[r].state, want[r].state) << "step " << s;
+        const bool looked_at = s == 3 || s == 6;
+        ASSERT_EQ(std::exchange(devices[r].brought, 0) > 0, looked_at) << "step " << s;
+      }
     }
   }
 }

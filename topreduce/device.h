@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <span>
 
 #include "topreduce/api.h"
@@ -25,7 +26,8 @@ class TOPREDUCE_API Device {
   virtual void open(std::span<const Segment> segments, Base base, float scale) = 0;
 
   /// What will be asked of it: `strongest` with this floor and these limits, and, unless the
-  /// stride is 0, `sample`. Lets a device bring counts, sample and summary in one go.
+  /// stride is 0, `sample`. Lets a device bring counts, sample and summary in one go, and then all
+  /// entries, if there are several questions.
   struct Questions {
     float floor = 0;
     std::span<const std::size_t> limits;
@@ -57,6 +59,35 @@ class TOPREDUCE_API Device {
   virtual void commit_whole(std::span<const float> settled, std::span<const float> mean) = 0;
   /// By how much the energy of all x went down that were committed since this was last asked.
   virtual double settled_energy() = 0;
+
+  // ---- reduce=native: sums over the ranks, where the gradients are ----
+
+  /// Whether all ranks of a step can add up on their devices. If not, the calls below are not made.
+  virtual bool adds_up() const { return false; }
+
+  /// Cuts `size` entries of x, from `start` on, into rows of `width`, the last one perhaps shorter,
+  /// and notes for each its products with the directions, which are `width` entries each.
+  virtual void project(Index /*start*/, std::size_t /*size*/, std::size_t /*width*/,
+                       std::span<const float> /*directions*/) {}
+  /// Replaces `numbers` by their sums over the ranks, and fills `sums` with those of what was
+  /// noted, in that order; that is forgotten.
+  virtual void add_up_noted(std::span<float> /*numbers*/, std::span<float> /*sums*/) {}
+  /// Some entries in a row.
+  struct Run {
+    Index start, size;
+  };
+  /// Replaces `numbers` as above; adds up x over the ranks where the runs are, or all of it if
+  /// there are none, and keeps the sums under `key`, to which the calls below refer.
+  virtual void add_up(std::span<float> /*numbers*/, std::span<const Run> /*runs*/,
+                      std::uint32_t /*key*/) {}
+  /// The largest magnitude of these sums; NaN if there is one.
+  virtual float largest_sum(std::uint32_t /*key*/) { return 0; }
+  /// These sums, and x at the same places.
+  virtual void bring_sums(std::uint32_t /*key*/, std::span<float> /*sums*/,
+                          std::span<float> /*own*/) {}
+  /// As `commit`: x was settled at their places, and their mean is sum / divisor * unit. They are
+  /// forgotten.
+  virtual void commit_sums(std::uint32_t /*key*/, float /*divisor*/, float /*unit*/) {}
 
   /// Every gradient of these segments becomes NaN.
   virtual void spoil(std::span<const Segment> segments) = 0;

@@ -228,8 +228,8 @@ Pipeline::Pipeline(const Layout& layout, const Spec& given) {
                 [](const auto& item) { return !lists(common_settings(), item.first); });
 }
 
-bool Pipeline::works_on_device() const {
-  if (choice == Choice::together) return false;
+bool Pipeline::works_on(const Device& device) const {
+  if (choice == Choice::together) return native && device.adds_up();
   return !selector || selector->works_on_device(budget_at(0, 1).exchanges);
 }
 

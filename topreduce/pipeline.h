@@ -24,7 +24,7 @@ struct Pipeline {
   std::vector<tuning::Rung> ladder(int ranks) const;
 
   /// Whether gradients may stay on a device, as far as choosing and exchanging go.
-  bool works_on_device() const;
+  bool works_on(const Device& device) const;
 
   Spec spec;  ///< every setting, defaults included
   /// How the density of a step is known.

@@ -128,6 +128,46 @@ class PythonDevice : public Device {
     const nb::gil_scoped_acquire gil;
     return nb::cast<double>(call("settled_energy"));
   }
+  bool adds_up() const override {
+    const nb::gil_scoped_acquire gil;
+    const nb::object self = nb::find(static_cast<const Device&>(*this));
+    return nb::cast<bool>(nb::getattr(self, "adds_up")());
+  }
+  void project(Index start, std::size_t size, std::size_t width,
+               std::span<const float> directions) override {
+    const nb::gil_scoped_acquire gil;
+    call("project", start, size, width, view(directions));
+  }
+  void add_up_noted(std::span<float> numbers, std::span<float> sums) override {
+    const nb::gil_scoped_acquire gil;
+    const nb::object summed = call("add_up_noted", view<float>(numbers.data(), numbers.size()));
+    fill(numbers, summed[0]);
+    fill(sums, summed[1]);
+  }
+  void add_up(std::span<float> numbers, std::span<const Run> runs, std::uint32_t key) override {
+    const nb::gil_scoped_acquire gil;
+    std::vector<Index> starts, sizes;
+    for (const Run& run : runs) {
+      starts.push_back(run.start);
+      sizes.push_back(run.size);
+    }
+    fill(numbers, call("add_up", view<float>(numbers.data(), numbers.size()),
+                       view<Index>(starts), view<Index>(sizes), key));
+  }
+  float largest_sum(std::uint32_t key) override {
+    const nb::gil_scoped_acquire gil;
+    return nb::cast<float>(call("largest_sum", key));
+  }
+  void bring_sums(std::uint32_t key, std::span<float> sums, std::span<float> own) override {
+    const nb::gil_scoped_acquire gil;
+    const nb::object brought = call("bring_sums", key);
+    fill(sums, brought[0]);
+    fill(own, brought[1]);
+  }
+  void commit_sums(std::uint32_t key, float divisor, float unit) override {
+    const nb::gil_scoped_acquire gil;
+    call("commit_sums", key, divisor, unit);
+  }
   void spoil(std::span<const Segment> segments) override {
     const nb::gil_scoped_acquire gil;
     call("spoil", numbers_of(segments));

@@ -3,10 +3,15 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import fakegpu
 import models
 import torch
+
+from topreduce.torch import attachment
+from topreduce.torch.summing_device import SummingDevice
 
 DEVICE = "TOPREDUCE_TESTS_DEVICE"  # set by --device; ranks read it
 
@@ -48,6 +53,19 @@ def on_device() -> Iterator[None]:
     finally:
         models.place = torch.device("cpu")
     check_order()
+
+
+def by_copy() -> contextlib.AbstractContextManager[Any]:
+    """Models that are attached in here have their gradients looked at in main memory."""
+    return mock.patch.object(attachment, "_device_of", return_value=None)
+
+
+def by_torch() -> contextlib.AbstractContextManager[Any]:
+    """The same in main memory by torch operations, as those of a device are. For models in bf16,
+    some of whose operations fakegpu does not know.
+    """
+    make = mock.Mock(side_effect=lambda *_: SummingDevice(torch.device("cpu")))
+    return mock.patch.object(attachment, "_device_of", make)
 
 
 def check_order() -> None:

@@ -17,7 +17,7 @@ import test_attach
 import test_ddp
 import torch
 import torch.distributed as dist
-from accelerators import check_order, is_fake, name, on_device
+from accelerators import by_copy, check_order, is_fake, name, on_device
 from models import Run, attach_at_once, digest, flat, made_at_home, owed, text
 from processes import Rank, accelerated
 from scenarios import equal_plain_ddp, keep_the_laws
@@ -26,8 +26,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from topreduce.lab.experiments.methods import parse_methods
 from topreduce.lab.experiments.race import RaceOptions, race_rank
 from topreduce.lab.tasks.models import Workload
-from topreduce.torch import CommError, attachment
+from topreduce.torch import CommError, WireError
 from topreduce.torch.device import GradientDevice
+from topreduce.torch.device_group import DeviceGroup
 
 TOPK: dict[str, Any] = {"method": "topk", "density": 0.05, "values": "fp32"}
 ARC: dict[str, Any] = {"method": "arc_topk", "density": 0.2}  # by way of main memory
@@ -37,6 +38,12 @@ TRAININGS: list[dict[str, Any]] = [
     TOPK | {"method": "ok_topk", "values": "bf16"},
     TOPK | {"feedback": "none"},
     ARC,
+]
+RANDK: dict[str, Any] = {"method": "randk", "density": 0.05, "reduce": "native"}
+NATIVE: list[dict[str, Any]] = [
+    ARC | {"reduce": "native"},
+    RANDK | {"keep_dense": "*bias"},
+    {"method": "dense", "feedback": "residual", "reduce": "native"},
 ]
 
 
@@ -49,16 +56,10 @@ def same_training(rank: Rank, settings: dict[str, Any]) -> None:
         train_both(rank, settings)
 
 
-def by_copy(rank: Rank, settings: dict[str, Any]) -> tuple[Run, Any]:
-    """A model on the device whose gradients are looked at in main memory, by the core."""
-    run = Run(rank, bucket_cap_mb=0.02)
-    with mock.patch.object(attachment, "device_of", return_value=None):
-        return run, attach_at_once(run.ddp, **settings)
-
-
 def train_both(rank: Rank, settings: dict[str, Any]) -> None:
-    here, sync_here = by_copy(rank, settings)
-    there = Run(rank, bucket_cap_mb=0.02)
+    here, there = Run(rank, bucket_cap_mb=0.02), Run(rank, bucket_cap_mb=0.02)
+    with by_copy():
+        sync_here = attach_at_once(here.ddp, **settings)
     sync_there = attach_at_once(there.ddp, **settings)
     assert not sync_here._reducer.on_device
     assert sync_there._reducer.on_device == (settings != ARC)
@@ -76,7 +77,7 @@ def train_both(rank: Rank, settings: dict[str, Any]) -> None:
     assert there.digest() == here.digest()
 
 
-@pytest.mark.parametrize("settings", TRAININGS, ids=str)
+@pytest.mark.parametrize("settings", [*TRAININGS, *NATIVE], ids=str)
 def test_the_same_training_as_in_main_memory(settings: dict[str, Any]) -> None:
     accelerated(2).run(same_training, settings)
 
@@ -99,6 +100,63 @@ def test_the_same_training_as_on_the_cpu() -> None:
     accelerated(2).run(train_on_the_cpu, TRAININGS[0])
 
 
+# ---- reduce=native -----------------------------------------------------------------------------
+
+
+def stay_there(rank: Rank) -> None:
+    """All-reduces between devices: of gradients no entry comes to main memory, nor goes back."""
+    for settings in NATIVE:
+        with on_device():
+            run = Run(rank)
+            sync = attach_at_once(run.ddp, granularity="model", **settings)
+            run.train(range(2))
+            run.optimizer.zero_grad()
+            loss = run.ddp(text(rank.rank, 2).to(models.place))
+            fakegpu.load().reset_counters()
+            loss.backward()
+            counted = fakegpu.counters()
+        entries = sync.stats()["entries"]
+        exchanges = 2 if "keep_dense" in settings else 1
+        assert counted["stops"] <= 2 * exchanges + 1, counted  # one for the statistics
+        # The sum of the sketches, of 4 numbers a row, is what rows are chosen by.
+        rows = 4 * 4 * sum(p.shape[0] for p in run.ddp.parameters() if p.dim() > 1)
+        assert counted["bytes_to_host"] < 200 + (rows if settings["method"] == "arc_topk" else 0)
+        assert counted.get("bytes_to_device", 0) < 0.4 * 4 * entries  # directions, places
+
+
+@pytest.mark.skipif(not is_fake(), reason="counts")
+def test_native_sums_never_leave_the_device() -> None:
+    accelerated(2).run(stay_there)
+
+
+def lose_an_all_reduce(rank: Rank) -> None:
+    """Nobody has committed; another group of the same ranks goes on."""
+    with on_device():
+        run = Run(rank, bucket_cap_mb=0.02)
+        sync = attach_at_once(run.ddp, **NATIVE[0])
+        run.train(range(2))
+        before = owed(sync)
+        cut = mock.Mock(side_effect=CommError("the cable is cut"))
+        place = mock.patch.object(DeviceGroup, "all_reduce", cut)
+        cutting = place if rank.rank == 1 else contextlib.nullcontext()
+        with cutting, pytest.raises((CommError, WireError)):
+            run.backward(2)
+        assert torch.equal(owed(sync), before)
+        assert run.mean_gradient().count_nonzero() == 0
+        if is_fake():
+            assert all("work failed" in each for each in fakegpu.take_races())
+        sync.rebuild(dist.new_group(), optimizer=run.optimizer)
+        run.train(range(2, 4))
+        assert sync._reducer.on_device
+    digests: list[Any] = [None] * rank.ranks
+    dist.all_gather_object(digests, run.digest())
+    assert len(set(digests)) == 1
+
+
+def test_a_native_all_reduce_that_fails() -> None:
+    accelerated(2).run(lose_an_all_reduce)
+
+
 # ---- the rows that hold in main memory hold there ----------------------------------------------
 
 
@@ -118,7 +176,9 @@ def laws_there(rank: Rank, settings: dict[str, Any]) -> None:
         keep_the_laws(rank, "gradients are views", settings)
 
 
-@pytest.mark.parametrize("settings", [TOPK, TRAININGS[1], TRAININGS[2], ARC], ids=str)
+@pytest.mark.parametrize(
+    "settings", [TOPK, TRAININGS[1], TRAININGS[2], ARC, NATIVE[0], RANDK], ids=str
+)
 def test_laws_on_a_device(settings: dict[str, Any]) -> None:
     accelerated(3).run(laws_there, settings)
 
@@ -183,7 +243,7 @@ def test_changing_course_there() -> None:
     accelerated(2).run(change_course)
 
 
-# ---- errors, several ranks per machine ----------------------------------------------------------
+# ---- errors ------------------------------------------------------------------------------------
 
 
 def fail_once(rank: Rank) -> None:
@@ -204,22 +264,6 @@ def fail_once(rank: Rank) -> None:
 
 def test_errors_leave_the_device_as_it_was() -> None:
     accelerated(2).run(fail_once)
-
-
-def train_on_two_levels(rank: Rank) -> None:
-    machine, _ = dist.new_subgroups_by_enumeration([[0, 1], [2]])
-    with sdpa_kernel(SDPBackend.MATH):
-        here = Run(rank)
-        with on_device():
-            there = Run(rank)
-            for run in (here, there):
-                attach_at_once(run.ddp, local_group=machine, **TOPK)
-                run.train(range(4))
-    assert there.digest() == here.digest() or not is_fake()
-
-
-def test_two_levels_on_a_device() -> None:
-    accelerated(3).run(train_on_two_levels)
 
 
 # ---- groups, and the lab -----------------------------------------------------------------------

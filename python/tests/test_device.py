@@ -7,17 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import accelerators
-import fakegpu
 import numpy as np
 import pytest
 import torch
+from counting import count_step
 from processes import Rank, accelerated
 from stepping import Buckets, Floats, random_buckets, run_step, same_bits, snapshot
 from transport import Bytes, QueueRank, run_threads
 
 from topreduce import CommError, Communicator, Layout, Reducer, StepStats, run_ranks
-from topreduce.torch.device import GradientDevice
+from topreduce.torch.device import GradientDevice, bucket_cap_mb
 from topreduce.torch.lane import Lane
+
+fake_only = pytest.mark.skipif(not accelerators.is_fake(), reason="stops are counted by fakegpu")
 
 LAYOUT = Layout(
     [
@@ -186,38 +188,53 @@ def test_the_same_bits_on_an_accelerator() -> None:
     accelerated(1).run(same_bits_on_the_accelerator, ON_DEVICE + BY_COPY)
 
 
-def count_stops(rank: Rank, spec: str) -> tuple[dict[str, int], int]:
-    """Of a step in which nothing is new, and its exchanges."""
-    layout = Layout([(f"weight.{i}", [300, 100 + i]) for i in range(6)])
-
-    def body(comm: Communicator) -> tuple[dict[str, int], int]:
-        reducer = Reducer(layout, spec, bucket_cap_mb=0.3)
-        device = GradientDevice(torch.device(accelerators.name()))
-        reducer.use(device)
-        rng = torch.Generator().manual_seed(1)
-        for _ in range(4):
-            home = torch.randn(layout.size, generator=rng).to(device.device)
-            fakegpu.load().reset_counters()
-            with device.lane.behind(device.lane.mark()):
-                device.hold(range(len(layout)), layout.sizes, home)
-                reducer.begin(comm)
-                reducer.add_on_device(range(len(layout)))
-                reducer.finish()
-            counted = fakegpu.counters()
-            device.release()
-        return counted, len(reducer.buckets)
-
-    return run_ranks(1, body)[0]
+Rows = list[tuple[str, list[int]]]
 
 
-@pytest.mark.parametrize("spec", ["topk:density=0.01", "ok_topk:density=0.01,tau=1000,period=1000"])
+def count(rank: Rank, rows: Rows, spec: str, cap_mb: float) -> tuple[dict[str, int], int]:
+    return count_step(Layout(rows), spec, cap_mb, steps=4)
+
+
+STOPPING = [
+    "topk:density=0.01",
+    "ok_topk:density=0.01,tau=1000,period=1000",
+    "ok_topk:density=0.01,tau=1,period=1",  # every step is exact
+    "arc_topk:density=0.2,reduce=native",
+    "randk:density=0.01,reduce=native",
+    "dense:reduce=native",
+]
+
+
+@fake_only
+@pytest.mark.parametrize("spec", STOPPING)
 def test_an_exchange_stops_the_device_twice(spec: str) -> None:
-    if not accelerators.is_fake():
-        pytest.skip("stops are counted by fakegpu")
-    counted, exchanges = accelerated(1).run(count_stops, spec)[0]
+    rows = [(f"weight.{i}", [300, 100 + i]) for i in range(6)]
+    counted, exchanges = accelerated(1).run(count, rows, spec, 0.3)[0]
     assert exchanges > 1
     assert 0 < counted["stops"] <= 2 * exchanges + 1  # and one for the statistics
     assert counted["stops"] == counted["stop: event"]
+
+
+def transformer(width: int, layers: int, words: int) -> Rows:
+    shapes = {"attention": [3, 1], "merge": [1, 1], "up": [4, 1], "down": [1, 4]}
+    rows: Rows = [("words", [words, width])]
+    for layer in range(layers):
+        for name, (out, into) in shapes.items():
+            rows.append((f"{layer}.{name}", [out * width, into * width]))
+    return rows
+
+
+@fake_only
+def test_a_billion_entries_stop_the_device_a_hundred_times() -> None:
+    """Counted with a 1024th of the entries, in as many parts."""
+    billion, rows = Layout(transformer(2048, 18, 50_304)), transformer(64, 18, 1572)
+    assert billion.size > 1e9
+    cap = bucket_cap_mb(billion.size)
+    parts = len(Reducer(billion, "topk:density=0.01,feedback=none", bucket_cap_mb=cap).buckets)
+    for spec in ("topk:density=0.01", "ok_topk:density=0.01,tau=1,period=1"):
+        counted, exchanges = accelerated(1).run(count, rows, spec, cap / 1024)[0]
+        assert exchanges == parts
+        assert counted["stops"] <= 2 * exchanges + 1 <= 100
 
 
 @pytest.mark.parametrize("spec", ON_DEVICE[::2])

@@ -2,10 +2,11 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 from unittest import mock
 
 import accelerators
@@ -18,6 +19,9 @@ from models import Run, attach_at_once
 from processes import Rank, accelerated
 from torch import Tensor, nn
 
+from topreduce.torch import surroundings
+from topreduce.torch.ddp import _Bucket
+from topreduce.torch.device_group import DeviceGroup
 from topreduce.torch.lane import MAIN_MEMORY, Lane
 
 pytestmark = pytest.mark.skipif(not accelerators.is_fake(), reason="of fakegpu alone")
@@ -96,10 +100,120 @@ def hurried(lane: Lane, tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-MISSING: dict[str, dict[str, Any]] = {
-    "nothing": {"mark": Lane.mark},
-    "the mark of a gradient": {"mark": lambda lane: None},
-    "the wait for a copy": {"to_host": hurried},
+def read_at_once(value: Tensor) -> Callable[[], float]:
+    """lane.read_later, without waiting."""
+    host = torch.empty((), dtype=value.dtype, device=MAIN_MEMORY, pin_memory=True)
+    host.copy_(value.detach().reshape(()), non_blocking=True)
+    return lambda: float(host)
+
+
+def complete_elsewhere(bucket: _Bucket, error: Exception | None) -> None:
+    """_Bucket.complete, in a stream that is not the worker's."""
+    bucket.future.set_result(bucket.buffer)
+
+
+class Missing(NamedTuple):
+    """A synchronisation that is taken out, and the trainings that need it."""
+
+    owner: Any
+    name: str
+    instead: Any
+    needed_by: Sequence[str]
+
+
+def train(rank: Rank, missing: str, how: str) -> tuple[list[str], bool]:
+    """What was out of order, and whether all weights and gradients are finite."""
+    torch.accelerator.synchronize()
+    fakegpu.take_races()
+    finite = False
+    place = contextlib.nullcontext()
+    if missing:
+        owner, name, instead, _ = MISSING[missing]
+        place = mock.patch.object(owner, name, instead)
+    with place, contextlib.suppress(RuntimeError, ValueError, AssertionError):
+        weights = TRAININGS[how](rank)
+        finite = all(each.isfinite().all().item() for each in weights)
+        finite &= all(each.grad.isfinite().all().item() for each in weights)
+    return fakegpu.take_races(), finite
+
+
+def train_with_ddp(rank: Rank, method: str = "topk", **settings: Any) -> list[nn.Parameter]:
+    models.place = accelerators.device()
+    run = Run(rank)
+    models.place = torch.device("cpu")
+    attach_at_once(run.ddp, method, density=0.05, **settings)
+    run.train(range(4))
+    return list(run.ddp.parameters())
+
+
+def train_on_two_levels(rank: Rank) -> list[nn.Parameter]:
+    return train_with_ddp(rank, local_group=dist.group.WORLD)
+
+
+def train_alone(rank: Rank, method: str = "topk", **settings: Any) -> list[nn.Parameter]:
+    model = Chain().to(accelerators.device())
+    attach_at_once(model, method, density=0.05, group=dist.group.WORLD, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(numbers(step)).backward()
+        optimizer.step()
+    return list(model.parameters())
+
+
+def train_natively(rank: Rank) -> list[nn.Parameter]:
+    return train_alone(rank, "arc_topk", reduce="native")
+
+
+def train_scaled(rank: Rank) -> list[nn.Parameter]:
+    model = Chain().to(accelerators.device())
+    scaler = torch.amp.GradScaler(fakegpu.NAME, init_scale=8.0)
+    attach_at_once(model, "topk", density=0.05, group=dist.group.WORLD, scaler=scaler)
+    for step in range(4):
+        model.zero_grad()
+        scaler.scale(model(numbers(step))).backward()
+    return list(model.parameters())
+
+
+def lose_a_step(rank: Rank) -> list[nn.Parameter]:
+    """Gradients that are not finite: nothing is committed, and all of them become NaN."""
+    model = Chain().to(accelerators.device())
+    attach_at_once(model, "topk", density=0.05, group=dist.group.WORLD)
+    for step in range(4):
+        model.zero_grad()
+        (model(numbers(step)) * (torch.inf if step == 1 else 1.0)).backward()
+        seen = [each.grad.isnan().all() for each in model.parameters()]
+        assert all(each.item() == (step == 1) for each in seen)
+    return list(model.parameters())
+
+
+def numbers(step: int) -> Tensor:
+    rng = torch.Generator().manual_seed(step)
+    return torch.randn(8, 30, generator=rng).to(accelerators.device())
+
+
+TRAININGS: dict[str, Callable[[Rank], list[nn.Parameter]]] = {
+    "DDP": train_with_ddp,
+    "DDP, by copy": functools.partial(train_with_ddp, method="arc_topk"),
+    "a module": train_alone,
+    "a step that is lost": lose_a_step,
+    "a module, natively": train_natively,
+    "two levels": train_on_two_levels,
+    "scaled": train_scaled,
+}
+MISSING = {
+    "the mark of a gradient": Missing(Lane, "mark", lambda lane: None, ["DDP", "a module"]),
+    "the wait for a copy": Missing(Lane, "to_host", hurried, ["DDP", "a module"]),
+    # Other steps end with a stop, for their statistics, or with copies that wait.
+    "the optimizer's wait": Missing(Lane, "join", lambda lane: None, ["a step that is lost"]),
+    "the wait of DDP": Missing(_Bucket, "complete", complete_elsewhere, ["DDP, by copy"]),
+    "the wait for the loss scale": Missing(surroundings, "read_later", read_at_once, ["scaled"]),
+    "the wait for a collective": Missing(
+        DeviceGroup,
+        "_wait",
+        lambda group, what, collective: collective(),
+        ["a module, natively", "two levels"],
+    ),
 }
 
 
@@ -114,40 +228,16 @@ class Chain(nn.Module):
         return loss
 
 
-def train(rank: Rank, missing: str, with_ddp: bool) -> tuple[list[str], bool]:
-    """What was out of order, and whether all weights are finite."""
-    torch.accelerator.synchronize()
-    fakegpu.take_races()
-    finite = False
-    with mock.patch.multiple(Lane, **MISSING[missing]), contextlib.suppress(RuntimeError):
-        weights = train_with_ddp(rank) if with_ddp else train_alone()
-        finite = all(weight.isfinite().all().item() for weight in weights)
-    return fakegpu.take_races(), finite
+@pytest.mark.parametrize("how", TRAININGS)
+def test_nothing_is_missing(how: str) -> None:
+    for races, finite in accelerated(2).run(train, "", how):
+        assert finite
+        assert not races, races[:3]
 
 
-def train_with_ddp(rank: Rank) -> list[nn.Parameter]:
-    models.place = accelerators.device()
-    run = Run(rank)
-    models.place = torch.device("cpu")
-    attach_at_once(run.ddp, "topk", density=0.05)
-    run.train(range(4))
-    return list(run.ddp.parameters())
-
-
-def train_alone() -> list[nn.Parameter]:
-    model = Chain().to(accelerators.device())
-    attach_at_once(model, "topk", density=0.05, group=dist.group.WORLD)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(4):
-        optimizer.zero_grad()
-        rng = torch.Generator().manual_seed(step)
-        model(torch.randn(8, 30, generator=rng).to(accelerators.device())).backward()
-        optimizer.step()
-    return list(model.parameters())
-
-
-@pytest.mark.parametrize("with_ddp", [True, False], ids=["DDP", "a module"])
-@pytest.mark.parametrize("missing", MISSING)
-def test_a_synchronisation_that_is_missing(missing: str, with_ddp: bool) -> None:
-    for races, finite in accelerated(2).run(train, missing, with_ddp):
-        assert (finite and not races) == (missing == "nothing"), races[:3]
+@pytest.mark.parametrize(
+    ("missing", "how"), [(each, how) for each in MISSING for how in MISSING[each].needed_by]
+)
+def test_a_synchronisation_that_is_missing(missing: str, how: str) -> None:
+    for races, finite in accelerated(2).run(train, missing, how):
+        assert races or not finite

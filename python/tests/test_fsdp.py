@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerators import by_torch
 from models import owed
 from processes import Rank, group
 from sharded import (
@@ -26,7 +27,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from topreduce.torch import CommError, Sync, WireError, lane
+from topreduce.torch import CommError, Sync, WireError
 from topreduce.torch.fsdp import local_part
 from topreduce.torch.module_kind import _adapters
 from topreduce.torch.process_group import GroupCommunicator
@@ -470,22 +471,19 @@ def test_settings_are_those_of_all_shards() -> None:
 
 
 def on_a_device(rank: Rank) -> None:
-    """Main memory that is treated as if it were another device's: the same bits."""
+    """With main memory as the device, where gradients are looked at by torch: the same bits."""
     mesh = mesh_of(2, 2)
     found = []
-    for pretend in (False, True):
-        lane.pretend = pretend
-        try:
+    for there, how in ((False, contextlib.nullcontext()), (True, by_torch())):
+        with how:
             model = build(Case(), mesh["shard"])
             sync = attach(model, mesh, "topk", density=0.1)
-            for step in range(3):
-                model.zero_grad()
-                model(text(rank.rank, step), (0, 2) if rank.rank < 2 else (0, 1, 2)).backward()
-            assert sync._reducer.on_device == pretend
-            found.append([each for each in local_gradients(model).values() if each is not None])
-            sync.detach()
-        finally:
-            lane.pretend = False
+        for step in range(3):
+            model.zero_grad()
+            model(text(rank.rank, step), (0, 2) if rank.rank < 2 else (0, 1, 2)).backward()
+        assert sync._reducer.on_device == there
+        found.append([each for each in local_gradients(model).values() if each is not None])
+        sync.detach()
     assert len(found[0]) == len(list(model.parameters()))
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 

@@ -1,26 +1,28 @@
 """Models in bf16 at low density, and models that inductor has compiled."""
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
 from unittest import mock
 
+import models
 import pytest
 import torch
+from accelerators import by_torch, on_device
 from models import Dictated, Run, attach_at_once, digest, owed, rank_order_sum, small_integers
-from processes import Rank, group
+from processes import Rank, accelerated, group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-
-from topreduce.torch import lane
 
 # ---- bf16 --------------------------------------------------------------------------------------
 
 
 def keep_the_law_in_bf16(rank: Rank, foreign: bool) -> None:
     """What the ranks settle, exactly, is what all of them get, rounded once."""
-    ddp = DistributedDataParallel(Dictated([torch.bfloat16]), bucket_cap_mb=0.002)
-    with mock.patch.multiple(lane, pretend=foreign):
+    with on_device() if foreign else contextlib.nullcontext():
+        model = Dictated([torch.bfloat16]).to(models.place)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.002)
         sync = attach_at_once(ddp, "topk", density=0.01, values="fp32")
     assert sync._reducer.on_device == foreign
     for step in range(8):
@@ -28,8 +30,8 @@ def keep_the_law_in_bf16(rank: Rank, foreign: bool) -> None:
         gradients = small_integers(ddp.module, rank.rank, step)
         before = owed(sync)
         ddp(gradients).backward()
-        settled = before + torch.cat([g.flatten() for g in gradients]).float() - owed(sync)
-        mean = torch.cat([w.grad.flatten() for w in ddp.module.weights])
+        settled = before + torch.cat([g.flatten() for g in gradients]).float().cpu() - owed(sync)
+        mean = torch.cat([w.grad.flatten() for w in ddp.module.weights]).cpu()
         assert mean.dtype == torch.bfloat16
         assert torch.equal(mean, (rank_order_sum(settled) / rank.ranks).bfloat16())
         assert 0 < sync.stats()["selected"] <= 3 * sync.stats()["budget"] < 0.05 * mean.numel()
@@ -38,19 +40,20 @@ def keep_the_law_in_bf16(rank: Rank, foreign: bool) -> None:
 
 @pytest.mark.parametrize("foreign", [False, True], ids=["main memory", "device"])
 def test_bf16_at_one_percent_keeps_the_law(foreign: bool) -> None:
-    group(3).run(keep_the_law_in_bf16, foreign)
+    (accelerated if foreign else group)(3).run(keep_the_law_in_bf16, foreign)
 
 
 def train_in_bf16(rank: Rank) -> tuple[str, list[float]]:
-    """As people do, on a device and in main memory: the same."""
-    runs = Run(rank, dtype=torch.bfloat16), Run(rank, dtype=torch.bfloat16)
-    debts = []
-    for run, foreign in zip(runs, (False, True), strict=True):
-        with mock.patch.multiple(lane, pretend=foreign):
+    """As people do, by the core and by torch operations: the same."""
+    runs, debts = [], []
+    for how in (contextlib.nullcontext(), by_torch()):
+        run = Run(rank, dtype=torch.bfloat16)
+        with how:
             sync = attach_at_once(run.ddp, "topk", density=0.01, warmup_steps=3, ramp_steps=5)
         run.train(range(40))
         assert sync.stats()["density"] == 0.01
         debts.append(digest(owed(sync)))
+        runs.append(run)
     assert runs[0].digest() == runs[1].digest()
     assert debts[0] == debts[1]
     return runs[0].digest(), runs[0].losses

@@ -1,18 +1,21 @@
 """What a step needs beside DDP's buckets, counted in tensors that are alive while it runs."""
 
+import contextlib
 import gc
 import threading
 from typing import Any
 from unittest import mock
 
+import models
 import pytest
 import torch
+from accelerators import on_device
 from models import attach_at_once
-from processes import Rank, group
+from processes import Rank, accelerated, group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from topreduce.torch import Sync, lane
+from topreduce.torch import Sync
 from topreduce.torch.device import GradientDevice
 
 PARAMETERS, EACH = 6, 20_000
@@ -54,7 +57,7 @@ class Meter:
 
 
 def start(dtype: torch.dtype, settings: dict[str, Any]) -> tuple[DistributedDataParallel, Sync]:
-    ddp = DistributedDataParallel(Columns(dtype), bucket_cap_mb=1e-5)
+    ddp = DistributedDataParallel(Columns(dtype).to(models.place), bucket_cap_mb=1e-5)
     sync = attach_at_once(ddp, **settings)
     step(ddp)  # DDP cuts its buckets anew
     step(ddp)
@@ -64,7 +67,7 @@ def start(dtype: torch.dtype, settings: dict[str, Any]) -> tuple[DistributedData
 
 def step(ddp: DistributedDataParallel) -> None:
     ddp.zero_grad(set_to_none=False)
-    ddp(torch.linspace(0, 1, EACH // 100).to(ddp.module.columns[0].dtype)).backward()
+    ddp(torch.linspace(0, 1, EACH // 100).to(ddp.module.columns[0])).backward()
 
 
 def left_over(meter: Meter, sync: Sync) -> int:
@@ -77,7 +80,7 @@ def left_over(meter: Meter, sync: Sync) -> int:
 
 def on_a_device(rank: Rank, dtype: torch.dtype) -> None:
     """One bucket's copy at a time."""
-    with mock.patch.multiple(lane, pretend=True):
+    with on_device():
         ddp, sync = start(dtype, TOPK)
     assert sync._reducer.on_device
     meter, opened = Meter(), GradientDevice.open
@@ -94,12 +97,12 @@ def on_a_device(rank: Rank, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_on_a_device_one_bucket_at_a_time_is_copied(dtype: torch.dtype) -> None:
-    group(2).run(on_a_device, dtype)
+    accelerated(2).run(on_a_device, dtype)
 
 
 def in_main_memory(rank: Rank, dtype: torch.dtype, copied: bool) -> None:
     """A copy of each bucket until the step ends, unless DDP's own memory will do."""
-    with mock.patch.multiple(lane, pretend=copied):
+    with on_device() if copied else contextlib.nullcontext():
         ddp, sync = start(dtype, ARC if copied else TOPK)
     assert not sync._reducer.on_device
     meter, trim = Meter(), sync._comm.trim
@@ -118,4 +121,4 @@ def in_main_memory(rank: Rank, dtype: torch.dtype, copied: bool) -> None:
 @pytest.mark.parametrize("copied", [False, True], ids=["there", "copied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_in_main_memory_copies_live_until_the_step_ends(dtype: torch.dtype, copied: bool) -> None:
-    group(2).run(in_main_memory, dtype, copied)
+    (accelerated if copied else group)(2).run(in_main_memory, dtype, copied)

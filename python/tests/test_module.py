@@ -1,5 +1,6 @@
 """A module without DistributedDataParallel: averaged as DDP would, whatever its loop looks like."""
 
+import contextlib
 import copy
 import gc
 import threading
@@ -7,11 +8,22 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
-from models import GPT, attach_at_once, digest, flat, owed, rank_order_sum, text
-from processes import Rank, group
+from accelerators import by_copy, by_torch, on_device
+from models import (
+    GPT,
+    attach_at_once,
+    digest,
+    flat,
+    made_at_home,
+    owed,
+    rank_order_sum,
+    text,
+)
+from processes import Rank, accelerated, group
 from scenarios import Branches, data
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -19,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import topreduce.torch
-from topreduce.torch import CommError, Sync, lane
+from topreduce.torch import CommError, Sync
 
 TOPK = {"method": "topk", "density": 0.05}
 Backward = Callable[[nn.Module, Sync | None, int], None]
@@ -362,29 +374,33 @@ def test_weights_errors_and_detach() -> None:
         assert "rank 1" in message, message
 
 
-def on_a_device(rank: Rank, method: str) -> None:
-    """Main memory that is treated as if it were another device's: the same bits."""
-    digests = []
-    for pretend in (False, True):
-        lane.pretend = pretend
-        try:
-            for dtype in (torch.float32, torch.bfloat16):
-                model = GPT().to(dtype)
-                sync = attach(model, method, density=0.05)
-                for step in range(3):
-                    model.zero_grad()
-                    model(text(rank.rank, step)).backward()
-                assert sync._reducer.on_device == (pretend and method == "topk")
-                digests.append(digest(flat(model, lambda p: p.grad)))
-                sync.detach()
-        finally:
-            lane.pretend = False
-    assert digests[:2] == digests[2:]
+def on_a_device(rank: Rank) -> None:
+    """The same bits as by way of main memory."""
+    with on_device():
+        found = [train_briefly(rank, how, torch.float32) for how in (by_copy(), NOTHING)]
+    found += [train_briefly(rank, how, torch.bfloat16) for how in (NOTHING, by_torch())]
+    assert [there for there, _ in found] == [False, True] * 2
+    assert found[0][1] == found[1][1]
+    assert found[2][1] == found[3][1]
 
 
-@pytest.mark.parametrize("method", ["topk", "arc_topk"])
-def test_gradients_on_a_device(method: str) -> None:
-    group(2).run(on_a_device, method)
+NOTHING = contextlib.nullcontext()
+
+
+def train_briefly(rank: Rank, how: Any, dtype: torch.dtype) -> tuple[bool, str]:
+    """Whether gradients are on a device, and what they come to."""
+    model = made_at_home(dtype)
+    with how:
+        sync = attach(model, "topk", density=0.05)
+    for step in range(3):
+        model.zero_grad()
+        model(text(rank.rank, step).to(models.place)).backward()
+    sync.detach()
+    return sync._reducer.on_device, digest(flat(model, lambda p: p.grad))
+
+
+def test_gradients_on_a_device() -> None:
+    accelerated(2).run(on_a_device)
 
 
 # ---- refusals ----------------------------------------------------------------------------------

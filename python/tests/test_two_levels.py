@@ -26,7 +26,7 @@ import topreduce
 import topreduce.torch
 from topreduce.lab.network.cluster import INTERFACE, cluster, obstacle
 from topreduce.lab.network.namespaces import bytes_through, enter
-from topreduce.torch import CommError, Sync, WireError, lane
+from topreduce.torch import CommError, Sync, WireError
 from topreduce.torch import machines as connections
 from topreduce.torch.two_levels import on_two_levels
 
@@ -122,12 +122,11 @@ def test_machines_of_any_size(machines: Machines) -> None:
 
 
 def equal_in_pieces(rank: Rank) -> None:
-    """Buckets that are added up piece by piece, and gradients that are not in main memory."""
-    with mock.patch.multiple(connections, _PIECE=1000), mock.patch.multiple(lane, pretend=True):
+    with mock.patch.multiple(connections, _PIECE=1000):
         equal_machine_means(rank, [[0, 1, 2], [3]], SETTINGS[0])
 
 
-def test_large_buckets_and_other_devices() -> None:
+def test_large_buckets_are_added_up_piece_by_piece() -> None:
     group(4).run(equal_in_pieces)
 
 

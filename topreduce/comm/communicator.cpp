@@ -375,11 +375,15 @@ void Communicator::native_all_reduce(std::span<float> values) {
         "reduce=native: this communicator has no all-reduce of its own; use reduce=ordered");
   }
   if (size() == 1 || values.empty()) return;
+  announce_native_all_reduce(values.size());
+  do_native_all_reduce(values);
+}
+
+void Communicator::announce_native_all_reduce(std::size_t values) {
   flush();
   stay();
-  do_native_all_reduce(values);
   // What a ring would send; how many bytes it really is the transport does not say.
-  const std::uint64_t bytes = 2 * values.size_bytes() * at(size() - 1) / at(size());
+  const std::uint64_t bytes = 2 * values * sizeof(float) * at(size() - 1) / at(size());
   traffic_.bytes_sent += bytes;
   traffic_.bytes_received += bytes;
   native_here_ += bytes;

@@ -142,6 +142,8 @@ class TOPREDUCE_API Communicator {
   /// As all_reduce, by the transport's own all-reduce (MPI_Allreduce, Gloo's), which may add in any
   /// order. std::invalid_argument if it has none.
   void native_all_reduce(std::span<float> values);
+  /// One of so many values follows, which devices do among themselves.
+  void announce_native_all_reduce(std::size_t values);
   virtual bool has_native_all_reduce() const { return false; }
 
   Traffic traffic() const;

@@ -98,20 +98,29 @@ class ArcTopK final : public Exchange {
       Stopwatch watch(channel.seconds(Stage::look));
       sketch(compensated, budget, *work);
     }
-    if (!work->rows.empty()) {
+    if (!work->rows.empty() && channel.adder() != nullptr) {
+      channel.reduce_noted(work->sketches.size(), work->sketches);
+    } else if (!work->rows.empty()) {
       co_await all_reduce(channel, channel.values(), work->sketches, {});
     }
     {
       Stopwatch watch(channel.seconds(Stage::choose));
       score(*work);
       choose(compensated, budget, work->rows);
-      take(compensated, work->rows, result);
+      channel.adder() != nullptr ? list_runs(compensated, work->rows, result)
+                                 : take(compensated, work->rows, result);
       channel.expect_same(fingerprint_of_choice(work->rows),
                           "the ranks hand over different parameters (all must add the same ones "
                           "in every step), or chose different rows");
     }
     // In even parts, as rows may lie close together; if values are rounded, in parts that do not
     // depend on the bucket cut, because who adds up a part owes its rounding.
+    if (channel.adder() != nullptr) {
+      std::size_t count = 0;
+      for (const Device::Run& run : result.runs) count += run.size;
+      channel.reduce_there(count, result);
+      co_return;
+    }
     SparseVector &sum = result.sum, &settled = result.settled;
     if (channel.rounds_values()) {
       co_await all_reduce(channel, compensated, sum.indices, sum.values, settled.values);
@@ -142,6 +151,10 @@ class ArcTopK final : public Exchange {
       const Rows& rows = parameters_[segment.parameter];
       if (rows.count == 0) continue;
       draw_directions(rows, budget);
+      if (compensated.device() != nullptr) {
+        compensated.device()->project(segment.start, segment.size(), rows.width, directions_);
+        continue;
+      }
       const kernels::Terms terms = compensated.terms(segment);
       const std::size_t parts = std::min(rows.count, Chunks(terms.size()).count());
       compensated.threads().for_each(parts, [&](std::size_t p) {
@@ -253,6 +266,21 @@ class ArcTopK final : public Exchange {
   }
 
   // ---- second all-reduce: the rows ----
+
+  // For a device, which takes them itself.
+  void list_runs(const CompensatedGradient& compensated, std::span<const Row> all,
+                 Result& result) const {
+    const Row* row = all.data();
+    for (const Segment& segment : compensated.segments()) {
+      const std::size_t rows = parameters_[segment.parameter].count;
+      if (rows == 0 && segment.size() > 0) {
+        result.runs.push_back({segment.start, static_cast<Index>(segment.size())});
+      }
+      for (const Row* end = row + rows; row != end; ++row) {
+        if (row->chosen) result.runs.push_back({row->start, row->size});
+      }
+    }
+  }
 
   void take(const CompensatedGradient& compensated, std::span<const Row> all,
             Result& result) const {

@@ -23,6 +23,8 @@ void Channel::open(Communicator& comm, const Subject& subject,
   threads_ = &Threads::none();
   workspace_ = &workspace;
   subject_ = subject;
+  Device* const device = subject.native ? compensated.device() : nullptr;
+  adder_ = device != nullptr && device->adds_up() ? device : nullptr;
   values_ = subject.values;
   contents_ = Fingerprint().add(subject.parameters).add(compensated.size()).long_value();
   disagreement_ = wire::Identity().disagreement;
@@ -98,25 +100,63 @@ std::span<const std::byte> Channel::payload(const Round& round, int from) const 
 // The fingerprint of the contents travels as numbers and their squares: the mean of squares is the
 // square of the mean only if all ranks have the same. They are so small that sums are exact. What
 // the ranks chose may have other lengths if it is not the same; so that is asked before.
-void Channel::reduce_natively(Buffer<float>& scratch, std::span<float> values) {
-  if (ranks() == 1) return;
-  constexpr std::size_t kWords = 4, kBits = 4;
-  const std::uint32_t hash = Fingerprint().add(contents_).add(values.size()).value();
-  std::array<float, 2 * kWords> numbers;
-  for (std::size_t i = 0; i < kWords; ++i) {
-    numbers[2 * i] = static_cast<float>(hash >> kBits * i & ((1u << kBits) - 1));
-    numbers[2 * i + 1] = numbers[2 * i] * numbers[2 * i];
+Channel::Stamp Channel::stamp_of(std::size_t values) const {
+  constexpr std::size_t kBits = 4;
+  const std::uint32_t hash = Fingerprint().add(contents_).add(values).value();
+  Stamp stamp;
+  for (std::size_t i = 0; i < stamp.size() / 2; ++i) {
+    stamp[2 * i] = static_cast<float>(hash >> kBits * i & ((1u << kBits) - 1));
+    stamp[2 * i + 1] = stamp[2 * i] * stamp[2 * i];
   }
-  make_room(scratch, values.size() + numbers.size());
-  scratch.assign(numbers.begin(), numbers.end());
-  if (!chosen_) scratch.insert(scratch.end(), values.begin(), values.end());
-  add_up_natively(scratch);
-  for (std::size_t i = 0; i < numbers.size(); ++i) {
-    if (scratch[i] == numbers[i] * static_cast<float>(ranks())) continue;
+  return stamp;
+}
+
+void Channel::expect_stamp(const Stamp& stamp, std::span<const float> sums) const {
+  for (std::size_t i = 0; i < stamp.size(); ++i) {
+    if (sums[i] == stamp[i] * static_cast<float>(ranks())) continue;
     throw WireError(title() + ": " + disagreement_);
   }
+}
+
+void Channel::reduce_natively(Buffer<float>& scratch, std::span<float> values) {
+  if (ranks() == 1) return;
+  const Stamp stamp = stamp_of(values.size());
+  make_room(scratch, values.size() + stamp.size());
+  scratch.assign(stamp.begin(), stamp.end());
+  if (!chosen_) scratch.insert(scratch.end(), values.begin(), values.end());
+  add_up_natively(scratch);
+  expect_stamp(stamp, scratch);
   if (chosen_) return add_up_natively(values);
-  std::ranges::copy(std::span(scratch).subspan(numbers.size()), values.begin());
+  std::ranges::copy(std::span(scratch).subspan(stamp.size()), values.begin());
+}
+
+void Channel::reduce_noted(std::size_t entries, std::span<float> sums) {
+  Stopwatch watch(seconds(Stage::network));
+  const Stamp stamp = stamp_of(entries);
+  Stamp summed = stamp;
+  announce_native(stamp.size() + sums.size());
+  adder_->add_up_noted(summed, sums);
+  expect_stamp(stamp, summed);
+}
+
+void Channel::reduce_there(std::size_t count, Result& result) {
+  result.key = number();
+  result.on_device = count;
+  if (chosen_ || count == 0) reduce_noted(count, {});
+  if (count == 0) return;
+  Stopwatch watch(seconds(Stage::network));
+  const Stamp stamp = stamp_of(count);
+  Stamp summed = stamp;
+  const std::span<float> numbers = chosen_ ? std::span<float>() : summed;
+  announce_native(numbers.size() + count);
+  adder_->add_up(numbers, result.runs, result.key);
+  if (!chosen_) expect_stamp(stamp, summed);
+}
+
+void Channel::announce_native(std::size_t values) {
+  if (ranks() == 1) return;
+  ++stats_->rounds;
+  comm_->announce_native_all_reduce(values);
 }
 
 void Channel::add_up_natively(std::span<float> values) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <coroutine>
 #include <span>
 #include <string>
@@ -10,6 +11,7 @@
 #include "topreduce/compensated_gradient.h"
 #include "topreduce/exchange/coroutine_pool.h"
 #include "topreduce/exchange/regions.h"
+#include "topreduce/exchange/result.h"
 #include "topreduce/fingerprint.h"
 #include "topreduce/pool.h"
 #include "topreduce/stats.h"
@@ -100,6 +102,12 @@ class Channel {
   /// Adds up over the ranks. What the messages of other exchanges carry in their seals goes along
   /// as further numbers; WireError on all ranks if they differ.
   void reduce_natively(Buffer<float>& scratch, std::span<float> values);
+  /// The device where that is done; null: in main memory.
+  Device* adder() const { return adder_; }
+  /// The same for what the device has noted of `entries` values, which comes to `sums` ...
+  void reduce_noted(std::size_t entries, std::span<float> sums);
+  /// ... and for `count` entries of x at the runs, or everywhere, whose sums stay on the device.
+  void reduce_there(std::size_t count, Result& result);
 
   // ---- entries ----
 
@@ -192,8 +200,14 @@ class Channel {
   std::string title() const;  // how errors call this exchange
   [[noreturn]] void refuse(int from, const char* what) const;
   void add_up_natively(std::span<float> values);
+  // What goes along: four numbers and their squares.
+  using Stamp = std::array<float, 8>;
+  Stamp stamp_of(std::size_t values) const;
+  void announce_native(std::size_t values);
+  void expect_stamp(const Stamp& stamp, std::span<const float> sums) const;
 
   Communicator* comm_ = nullptr;
+  Device* adder_ = nullptr;
   StepStats* stats_ = nullptr;
   Threads* threads_ = &Threads::none();
   Workspace* workspace_ = nullptr;

@@ -17,6 +17,10 @@ class Dense final : public Exchange {
   Task run(const CompensatedGradient& compensated, const SparseVector&, const Budget&,
            Channel& channel, Result& result) override {
     result.extent = Result::Extent::whole;
+    if (channel.adder() != nullptr) {
+      channel.reduce_there(compensated.size(), result);
+      co_return;
+    }
     result.dense_sum.resize(compensated.size());
     result.dense_settled.resize(channel.rounds_values() ? compensated.size() : 0);
     compensated.evaluate(result.dense_sum);

@@ -29,6 +29,12 @@ class RandK final : public Exchange {
     Buffer<Index>& indices = result.sum.indices;
     indices.clear();
     for (const Segment& segment : compensated.segments()) draw(segment, budget, indices);
+    if (channel.adder() != nullptr) {
+      for (const Index index : indices) result.runs.push_back({index, 1});
+      indices.clear();
+      channel.reduce_there(result.runs.size(), result);
+      co_return;
+    }
     result.sum.resize(indices.size());
     compensated.gather(indices, result.sum.values);
     result.settled.assign(result.sum);

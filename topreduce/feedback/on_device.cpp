@@ -24,6 +24,10 @@ void commit_on_device(const CompensatedGradient& compensated, const exchange::Re
                       int ranks, float unit) {
   const auto divisor = static_cast<float>(ranks);
   compensated.open();
+  if (result.on_device > 0) {
+    compensated.device()->commit_sums(result.key, divisor, unit);
+    return;
+  }
   if (result.extent == exchange::Result::Extent::whole) {
     commit_whole(compensated, result, divisor, unit);
     return;

@@ -34,7 +34,7 @@ void Reducer::Impl::describe_run() {
 // The method or the device changes: moves what is owed to where it must live. If it cannot,
 // nothing has changed.
 void Reducer::Impl::move_memory(feedback::Feedback& memory, const Pipeline& next, Device* wanted) {
-  Device* const home = next.works_on_device() ? wanted : nullptr;
+  Device* const home = wanted != nullptr && next.works_on(*wanted) ? wanted : nullptr;
   on_device = memory.move_to(home) && home != nullptr;
   device = wanted;
 }

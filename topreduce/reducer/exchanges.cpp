@@ -324,21 +324,24 @@ void Reducer::Impl::exchange(Bucket& bucket) {
   bucket.arrange();
   const CompensatedGradient& sight = bucket.sight.emplace(compensated(bucket));
   const bool whole = bucket.home == Home::dense || regime != Regime::compress;
+  const bool alone = !whole && pipeline.selector != nullptr;
+  // Tells afterwards what it saw: so it need not stop for that.
+  const bool adds_up = on_device && pipeline.native && device->adds_up();
   double looked = 0, chosen = 0;
   {
     Stopwatch watch(chosen);
     sight.open();
-    if (whole || !pipeline.selector) {
-      Stopwatch look(looked);
-      bucket.summary = sight.summarize();
-    } else {
+    if (alone) {
       // Counts of a handful vary by more than `resize` foresees.
       bucket.selected.reserve(std::min<std::size_t>(sight.size(), 64));
       pipeline.selector->choose(sight, bucket.selected, bucket.summary, looked);
       if (!bucket.summary.finite()) bucket.selected.clear();
+    } else if (!adds_up) {
+      Stopwatch look(looked);
+      bucket.summary = sight.summarize();
     }
   }
-  sound = is_sound(bucket, sight) && sound;
+  if (!adds_up) sound = is_sound(bucket, sight) && sound;
   running[Stage::look] += looked;
   running[Stage::choose] += chosen - looked;
 
@@ -363,6 +366,11 @@ void Reducer::Impl::exchange(Bucket& bucket) {
   bucket.weight = weight_of(bucket, whole ? *dense : *pipeline.exchange);
   weight_in_flight += bucket.weight;
   bucket.task.start();
+  if (adds_up) {
+    bucket.task.rethrow();
+    bucket.summary = sight.summarize();
+    sound = is_sound(bucket, sight) && sound;
+  }
 }
 
 // Lets exchanges go on whose messages have come.

@@ -71,9 +71,16 @@ void Reducer::Impl::finish() {
   }
 }
 
-std::uint64_t Reducer::Impl::fingerprint_of_sums() const {
+void Reducer::Impl::bring_sums(Bucket& bucket) {
+  if (bucket.result.on_device == 0) return;
+  compensated(bucket).open();
+  exchange::bring(*device, bucket.result);
+}
+
+std::uint64_t Reducer::Impl::fingerprint_of_sums() {
   std::uint64_t sums = 0;  // buckets come in any order
   for (const auto& bucket : buckets) {
+    bring_sums(*bucket);
     const exchange::Result& result = bucket->result;
     const auto hash = [](const auto& values) {
       return wire::xxh64(std::as_bytes(std::span(values)), 0);
@@ -112,6 +119,8 @@ bool Reducer::Impl::fits_callers() {
   for (const auto& owner : buckets) {
     Bucket& bucket = *owner;
     const feedback::Feedback& feedback = memory(bucket);
+    if (!fit_there(bucket)) bring_sums(bucket);
+    if (bucket.result.on_device > 0) continue;
     for (const Segment& segment : bucket.segments) {
       if (!segment.narrow() || !vote.used(segment.number)) continue;
       const float largest = feedback.largest_mean(compensated(bucket), segment, bucket.result,
@@ -122,6 +131,16 @@ bool Reducer::Impl::fits_callers() {
     }
   }
   return true;
+}
+
+// Of sums that a device keeps: whether all of them fit, so that nobody need look at each.
+bool Reducer::Impl::fit_there(Bucket& bucket) {
+  if (bucket.result.on_device == 0 || !bucket.narrow()) return true;
+  const feedback::Feedback& feedback = memory(bucket);
+  float most = std::numeric_limits<float>::max();
+  for (const Segment& segment : bucket.segments) most = std::min(most, segment.most);
+  const float largest = device->largest_sum(bucket.result.key);
+  return largest / static_cast<float>(divisor_of(feedback)) * unit_of(feedback) <= most;
 }
 
 // Cuts the sums of a segment to what its caller can use; each rank owes an even part of the rest.
@@ -212,7 +231,10 @@ void Reducer::Impl::commit() {
         whole || !pipeline.selector ? bucket.result.delivered() : bucket.selected.size();
     running.delivered += bucket.result.delivered();
     energy += bucket.summary.energy;
-    if (!vote.all_used()) leave_out_unused(bucket);
+    if (!vote.all_used()) {
+      bring_sums(bucket);
+      leave_out_unused(bucket);
+    }
     if (bucket.segments.empty()) continue;
     feedback::Feedback& feedback = memory(bucket);
     if (bucket.lent() && feedback.settles_early()) {

@@ -85,8 +85,10 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   void progress();
   void wait_for_all();
   void hold_vote();
-  std::uint64_t fingerprint_of_sums() const;
+  void bring_sums(Bucket& bucket);
+  std::uint64_t fingerprint_of_sums();
   bool fits_callers();
+  bool fit_there(Bucket& bucket);
   void take_back(Bucket& bucket, const Segment& segment);
   bool may_settle_early(const Bucket& bucket);
   void settle(Bucket& bucket);

@@ -139,12 +139,13 @@ class Reused final : public Selector {
     const float cut = sends_all() ? kNonZero : to_magnitude(cut_);
     if (compensated.device() != nullptr) {
       Stopwatch watch(look_seconds);
+      const bool ranks = exact_ && !sends_all();
       caps_.announce(compensated, cut);
+      if (ranks) ranking_.announce(*compensated.device());
       summary = compensated.summarize();
       if (!summary.finite()) return;
       caps_.choose_on_device(compensated, cut, selected);
-      kernels::Summary again;
-      if (exact_ && !sends_all()) ranking_.look(compensated, again);
+      if (ranks) ranking_.look_on_device(*compensated.device());
       return;
     }
     summary = {};

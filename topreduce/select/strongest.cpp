@@ -21,12 +21,9 @@ void Strongest::begin(std::size_t limit, float floor) {
 
 void Strongest::look(const CompensatedGradient& compensated, kernels::Summary& summary) {
   if (compensated.device() != nullptr) {
-    cut_if_many();
-    if (limit_ > 0) {
-      compensated.device()->expect({.floor = floor_, .limits = {&limit_, 1}, .firsts = {}});
-    }
+    announce(*compensated.device());
     summary = compensated.summarize();
-    if (summary.finite() && limit_ > 0) look_on_device(*compensated.device());
+    if (summary.finite()) look_on_device(*compensated.device());
     return;
   }
   for (const Segment& segment : compensated.segments()) {
@@ -34,7 +31,13 @@ void Strongest::look(const CompensatedGradient& compensated, kernels::Summary& s
   }
 }
 
+void Strongest::announce(Device& device) {
+  cut_if_many();
+  if (limit_ > 0) device.expect({.floor = floor_, .limits = {&limit_, 1}, .firsts = {}});
+}
+
 void Strongest::look_on_device(Device& device) {
+  if (limit_ == 0) return;
   device.strongest(floor_, {&limit_, 1}, found_);
   append(found_, found_.size());
 }

@@ -33,6 +33,11 @@ class Strongest {
   /// The same for all of `compensated`, which may be on a device.
   void look(const CompensatedGradient& compensated, kernels::Summary& summary);
 
+  /// The same for a device in two parts: what will be asked of it, before its summary, and the
+  /// look, if that is finite.
+  void announce(Device& device);
+  void look_on_device(Device& device);
+
   /// Candidates held now; at least min(limit, entries above the first floor).
   std::size_t size() const { return count_; }
 
@@ -48,7 +53,6 @@ class Strongest {
   void make_space(std::size_t more);
   float cut();  // to the limit
   void cut_if_many();
-  void look_on_device(Device& device);
 
   std::size_t limit_ = 0;
   float floor_ = 0;

@@ -70,6 +70,7 @@ def _module() -> types.ModuleType:
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "_is_in_bad_fork": lambda: False,
         "manual_seed_all": lambda seed: None,
+        "stream": lambda stream: stream,
         "Stream": torch.Stream,
         "Event": torch.Event,
     }

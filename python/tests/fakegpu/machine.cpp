@@ -136,9 +136,20 @@ class Machine {
 
   int new_stream(int priority) {
     const std::lock_guard lock(mutex);
-    const int stream = 1 + next_stream_++ % (kStreams - 1);
+    const int stream = 1 + next_stream_++ % (kShared - 1);
     streams_[stream].priority = priority;
     return stream;
+  }
+  int lone_stream() {
+    const std::lock_guard lock(mutex);
+    for (int stream = kShared; stream < kStreams; ++stream) {
+      if (!std::exchange(owned_[stream], true)) return stream;
+    }
+    throw std::runtime_error("fakegpu: too many process groups are alive");
+  }
+  void give_back(int stream) {
+    const std::lock_guard lock(mutex);
+    owned_[stream] = false;
   }
   int priority_of(int stream) { return streams_[stream].priority; }
 
@@ -344,6 +355,7 @@ class Machine {
   std::unordered_map<std::size_t, std::vector<char*>> spare_;
   Stream streams_[kStreams];
   int next_stream_ = 0;
+  bool owned_[kStreams] = {};
   Clock host_ = Clock(kStreams, 0);
   std::vector<Delivery> deliveries_;
   std::map<std::string, std::int64_t> counters_;
@@ -404,6 +416,12 @@ bool is_pinned(const void* memory) {
 
 int new_stream(int priority) {
   return machine().new_stream(priority);
+}
+int lone_stream() {
+  return machine().lone_stream();
+}
+void give_back(int stream) {
+  machine().give_back(stream);
 }
 int priority_of(int stream) {
   return machine().priority_of(stream);

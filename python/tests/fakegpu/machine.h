@@ -15,7 +15,7 @@
 
 namespace fakegpu {
 
-constexpr int kStreams = 64;
+constexpr int kStreams = 128, kShared = 64;
 constexpr unsigned char kPoison = 0xff;  // NaN in every floating type
 
 /// A part of the device's memory, in addresses that torch sees.
@@ -54,6 +54,9 @@ bool is_pinned(const void* memory);
 
 /// Stream 0 is the default one. Others are reused once there are as many as can be.
 int new_stream(int priority);
+/// One that nobody else has, for work that waits for other processes: those behind it would too.
+int lone_stream();
+void give_back(int stream);
 int priority_of(int stream);
 
 /// Queues work. `writes` become poison instead if no event orders it behind earlier work there.

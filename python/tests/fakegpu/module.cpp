@@ -28,7 +28,8 @@ class Backend final : public c10d::Backend {
   explicit Backend(c10::intrusive_ptr<c10d::Backend> gloo)
       : c10d::Backend(gloo->getRank(), gloo->getSize()),
         gloo_(std::move(gloo)),
-        stream_(new_stream(0)) {}
+        stream_(lone_stream()) {}
+  ~Backend() override { give_back(stream_); }
 
   const std::string getBackendName() const override { return "fakeccl"; }
 
@@ -70,6 +71,15 @@ class Backend final : public c10d::Backend {
     return run("reduce_scatter_base", {input}, {output},
                [=, out = fakegpu::from_inside(output), in = fakegpu::from_inside(input)](
                    auto& gloo) mutable { return gloo._reduce_scatter_base(out, in, options); });
+  }
+  WorkPointer alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_sizes,
+                            std::vector<int64_t>& input_sizes,
+                            const c10d::AllToAllOptions& options) override {
+    return run("alltoall_base", {input}, {output},
+               [=, out = fakegpu::from_inside(output),
+                in = fakegpu::from_inside(input)](auto& gloo) mutable {
+                 return gloo.alltoall_base(out, in, output_sizes, input_sizes, options);
+               });
   }
   WorkPointer barrier(const c10d::BarrierOptions& options) override {
     return run("barrier", {}, {}, [=](auto& gloo) mutable {

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import NamedTuple, TypeGuard
 
@@ -15,18 +15,20 @@ from topreduce import Layout
 from topreduce.torch.averager import Averager
 from topreduce.torch.clock import StepClock
 from topreduce.torch.ddp_kind import DDPKind
-from topreduce.torch.device import GradientDevice, bucket_cap_mb, device_of
+from topreduce.torch.device import bucket_cap_mb, place_of
 from topreduce.torch.eligibility import check_parameter, check_type
 from topreduce.torch.fsdp import local_part
 from topreduce.torch.fsdp_kind import FSDPKind
 from topreduce.torch.gradients import stored_shape
 from topreduce.torch.kinds import Kind, Parameters
+from topreduce.torch.machine_device import MachineDevice
 from topreduce.torch.machines import Levels
 from topreduce.torch.meeting import Ranks, refuse
 from topreduce.torch.module_kind import ModuleKind
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.scaling import Scaler
 from topreduce.torch.steps import Steps
+from topreduce.torch.summing_device import SummingDevice
 from topreduce.torch.surroundings import Surroundings
 from topreduce.torch.sync import Sync, as_setting
 from topreduce.torch.verifying import Verifier
@@ -137,6 +139,8 @@ def attach(
         raise
     comm = kind.connect(local_group, timeout if _is_valid(timeout) else kind.timeout())
     try:
+        trained = (each for each in kind.model.parameters() if each.requires_grad)
+        comm.introduce(kind.places()[0], place_of(trained))
         terms = "" if scaler is None else f", scaler given{_SCALERS}"
         terms += f", verify_every={verify_every}" if verify_every else ""
         reducer, parameters, device = _prepare_together(
@@ -160,7 +164,8 @@ def attach(
     reducer.commit_if(commit_if)
     verifier = Verifier(parameters.values(), local_part, verify_every)
     steps = Steps(reducer, comm, surroundings, verifier, StepClock(kind.model))
-    return Sync(reducer, comm, steps, kind.start(steps, reducer, parameters, device), terms)
+    attached = kind.start(steps, reducer, parameters, device)
+    return Sync(reducer, comm, steps, attached, terms, device)
 
 
 def _kind_of(model: object, group: object, replicas: object) -> Kind:
@@ -192,7 +197,7 @@ class _Prepared(NamedTuple):
 
     reducer: Averager
     parameters: Parameters
-    device: GradientDevice | None
+    device: SummingDevice | None
 
 
 def _prepare_together(
@@ -245,15 +250,23 @@ def _prepare(
     local = {name: kind.local(parameter) for name, parameter in parameters.items()}
     layout = Layout([(name, stored_shape(each)) for name, each in local.items()])
     settings = {name: value for name, value in given.items() if value is not None}
-    # What ranks of a machine add up is in its main memory.
-    device = None if isinstance(comm, Levels) else device_of(local.values())
+    device = _device_of(local.values(), comm)
     if device is not None:
         given_cap = settings.get("bucket_cap_mb")
         cap = _or_default(given_cap, "bucket_cap_mb", method, bucket_cap_mb(layout.size))
         settings |= {} if cap is None else {"bucket_cap_mb": cap}
+        device.adder = comm.adder()
     reducer = kind.reducer(comm, layout, method, settings)
     reducer.use(device)
     return _Prepared(reducer, parameters, device)
+
+
+def _device_of(parameters: Iterable[torch.Tensor], comm: GroupCommunicator) -> SummingDevice | None:
+    """Where gradients stay; None if they come to main memory."""
+    place = place_of(parameters)
+    if place is None or not isinstance(comm, Levels):
+        return None if place is None else SummingDevice(place)
+    return MachineDevice(place) if comm.has_devices else None
 
 
 def _is_valid(timeout: object) -> TypeGuard[timedelta]:

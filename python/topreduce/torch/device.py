@@ -37,10 +37,12 @@ def bucket_cap_mb(entries: int) -> float:
 class _Counted(NamedTuple):
     """What is above a floor: so many up to each entry, and to the end of each part."""
 
-    floor: float
-    parts: int
     running: Tensor
     ends: list[int]
+
+
+Question = tuple[float, tuple[int, ...]]  # a floor, and limits
+Found = tuple[Indices, Floats]
 
 
 class _Sampled(NamedTuple):
@@ -83,9 +85,10 @@ class GradientDevice(Device):
         self._x = torch.empty(0, device=self.device)  # ... and what both come to, in one piece
         self._parts: list[Tensor] = []  # of the same, by parameter
         self._seen: tuple[float, float] | None = None
-        self._counted: _Counted | None = None
+        self._expected: dict[Question, _Counted | None] = {}
+        self._found: dict[Question, Found] = {}
+        self._to_sample: tuple[list[int], int] | None = None
         self._sampled: _Sampled | None = None
-        self._expected: tuple[float, list[int], list[int], int] | None = None
 
     # ---- what the core asks for ----------------------------------------------------------------
 
@@ -106,46 +109,66 @@ class GradientDevice(Device):
             torch._foreach_add_(self._parts, self._bases)
 
     def expect(self, floor: float, limits: list[int], firsts: list[int], stride: int) -> None:
-        self._expected = floor, limits, firsts, stride
+        self._expected[floor, tuple(limits)] = None
+        if stride:
+            self._to_sample = firsts, stride
 
     def survey(self) -> tuple[float, float]:
         """The sum of squares, and the largest magnitude: NaN if there is one."""
         if self._seen is None and self._x.numel() == 0:
             self._seen = 0.0, 0.0
         if self._seen is None:
-            low, high = torch.aminmax(self._x)
-            largest = torch.maximum(-low, high).to(self._wide)
-            wanted = [torch.stack([self._energy(self._x), largest])]
-            if self._expected is None:
-                (seen,) = self._bring(wanted)
-            else:
-                # What the core will ask for next comes along: one stop instead of three.
-                floor, limits, firsts, stride = self._expected
-                running, counts = self._count(floor, limits)
-                wanted += [counts, *(self._every(firsts, stride) if stride else ())]
-                seen, told, *taken = self._bring(wanted)
-                self._counted = self._counted_by(floor, limits, running, told)
-                if stride:
-                    self._sampled = _Sampled(firsts, stride, taken[0], taken[1])
+            # What the core will ask for next comes along: one stop instead of three.
+            counted = [self._count(*question) for question in self._expected]
+            sample = [] if self._to_sample is None else self._every(*self._to_sample)
+            counts = [told for _, told in counted]
+            seen, *brought = self._bring([self._summary(), *sample, *counts])
+            if self._to_sample is not None:
+                self._sampled = _Sampled(*self._to_sample, brought[0], brought[1])
+            known = zip(self._expected, counted, brought[len(sample) :], strict=True)
+            self._expected = {
+                question: self._counted_by(question, running, told)
+                for question, (running, _), told in known
+            }
             self._seen = float(seen[0]), float(seen[1])
         return self._seen
 
     def strongest(self, floor: float, limits: Sequence[int]) -> tuple[Indices, Floats]:
+        question = floor, tuple(limits)
         if self._x.numel() == 0:
             return np.empty(0, np.uint32), np.empty(0, np.float32)
-        counted = self._counted
-        if counted is None or (counted.floor, counted.parts) != (floor, len(limits)):
-            running, told = self._count(floor, limits)
-            counted = self._counted_by(floor, limits, running, self._bring([told])[0])
+        if question not in self._found:
+            if self._expected.get(question) is None:
+                running, told = self._count(*question)
+                counted = self._counted_by(question, running, self._bring([told])[0])
+                self._expected = {question: counted}
+            self._find_expected()
+        return self._found.pop(question)
+
+    def _find_expected(self) -> None:
+        """Answers all questions whose counts are known, in one stop."""
+        known = [(question, each) for question, each in self._expected.items() if each is not None]
+        self._expected = {}
+        places = [self._strongest(question, each) for question, each in known]
+        values = [self._x[each] for each in places]
+        if not any(each.numel() for each in places):
+            empty = np.empty(0, np.uint32), np.empty(0, np.float32)
+            self._found = {question: empty for question, _ in known}
+            return
+        brought = self._bring([each.to(torch.int32) for each in places] + values)
+        for number, (question, _) in enumerate(known):
+            indices, found = brought[number], brought[len(known) + number]
+            self._found[question] = indices.view(np.uint32), found
+
+    def _strongest(self, question: Question, counted: _Counted) -> Tensor:
+        """Where they are."""
+        _, limits = question
         counts = [end - start for start, end in itertools.pairwise([0, *counted.ends])]
         places = _first(counted.running, sum(counts))
         if any(count > limit for count, limit in zip(counts, limits, strict=True)):
             found = zip(_split(places, counts), limits, strict=True)
             places = torch.cat([_cut(part, self._x, limit) for part, limit in found])
-        if places.numel() == 0:
-            return np.empty(0, np.uint32), np.empty(0, np.float32)
-        indices, values = self._bring([places.to(torch.int32), self._x[places]])
-        return indices.view(np.uint32), values
+        return places
 
     def sample(self, firsts: Sequence[int], stride: int) -> tuple[Floats, Floats]:
         sampled = self._sampled
@@ -190,6 +213,9 @@ class GradientDevice(Device):
         gone = self._gone
         self._gone = []
         return sum(self._to_host(torch.stack(gone)).tolist()) if gone else 0.0
+
+    def adds_up(self) -> bool:
+        return False
 
     def spoil(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -237,15 +263,14 @@ class GradientDevice(Device):
         lasts = np.cumsum([part.numel() for part in self._parts]) - 1
         return running, running[self._to_device(lasts.clip(0))].to(torch.int32)
 
-    def _counted_by(
-        self, floor: float, limits: Sequence[int], running: Tensor, told: NDArray[Any]
-    ) -> _Counted:
+    def _counted_by(self, question: Question, running: Tensor, told: NDArray[Any]) -> _Counted:
         """What `_count` came to."""
+        _, limits = question
         ends = told.tolist()
         if len(limits) > 1:
             sizes = itertools.accumulate(part.numel() for part in self._parts)
             ends = [count if end else 0 for count, end in zip(ends, sizes, strict=True)]
-        return _Counted(floor, len(limits), running, ends)
+        return _Counted(running, ends)
 
     def _every(self, firsts: Sequence[int], stride: int) -> list[Tensor]:
         def every(parts: Iterable[Tensor]) -> Tensor:
@@ -257,17 +282,21 @@ class GradientDevice(Device):
             gradients = gradients * self._scale
         return [every(self._parts), gradients]
 
+    def _summary(self) -> Tensor:
+        """What `survey` tells."""
+        low, high = torch.aminmax(self._x)
+        return torch.stack([self._energy(self._x), torch.maximum(-low, high).to(self._wide)])
+
     def _energy(self, values: Tensor) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(values, dtype=self._wide)
         return norm.square()
 
 
-def device_of(parameters: Iterable[Tensor]) -> GradientDevice | None:
+def place_of(parameters: Iterable[Tensor]) -> torch.device | None:
     """Of a model that lies on one device that the core cannot look into; None otherwise."""
     devices = {parameter.device for parameter in parameters}
-    if len(devices) != 1 or not is_foreign(device := devices.pop()):
-        return None
-    return GradientDevice(device)
+    device = devices.pop() if len(devices) == 1 else None
+    return device if device is not None and is_foreign(device) else None
 
 
 def _split(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -13,12 +13,10 @@ from torch.futures import Future
 
 MAIN_MEMORY = torch.device("cpu")
 
-pretend = False  # tests set it: main memory is treated as if it were another device's
-
 
 def is_foreign(device: torch.device) -> bool:
     """Whether the core cannot look into this device's memory."""
-    return pretend or device.type != "cpu"
+    return device.type != "cpu"
 
 
 class Lane:
@@ -26,7 +24,6 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._foreign = is_foreign(device)
         self._stream = _urgent_stream(device)
 
     def future(self) -> Future[torch.Tensor]:
@@ -64,7 +61,7 @@ class Lane:
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """In main memory once this returns; the tensor itself if it lives there."""
         if self._stream is None:
-            return tensor.to(MAIN_MEMORY, copy=self._foreign)
+            return tensor.to(MAIN_MEMORY)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device=MAIN_MEMORY, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         torch.accelerator.current_stream(self._device).record_event().synchronize()

@@ -1,7 +1,7 @@
 """Connections for several ranks per machine: everyone, the ranks of a machine, one of each machine.
 
     machine 0      machine 1
-    0 = 1 = 2      3 = 4 = 5        = inside: gradients, dense, over memory
+    0 = 1 = 2      3 = 4 = 5        = inside: gradients, dense, over memory or between devices
     |              |
     +--------------+                - between: one delegate each, over the network card
 
@@ -10,14 +10,17 @@ Everyone talks to everyone only to agree on changes.
 
 import socket
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
 from topreduce import WireError
+from topreduce.torch.device_group import DeviceGroup
 from topreduce.torch.process_group import Circle, GroupCommunicator
 
 Floats = NDArray[np.float32]
@@ -35,12 +38,16 @@ class Inside(GroupCommunicator):
 
     def start_step(self, step: int, *, after_change: bool) -> None:
         self.enter("agree" if after_change else "step", step)
-        self._sent_before = self.bytes_sent
+        self._sent_before = self._sent
 
     @property
     def bytes_inside(self) -> int:
         """That this rank has sent to others of its machine, in the open step."""
-        return self.bytes_sent - self._sent_before
+        return self._sent - self._sent_before
+
+    @property
+    def _sent(self) -> int:
+        return self.bytes_sent + (0 if self._devices is None else self._devices.bytes_sent)
 
     def add_up(self, values: Floats) -> None:
         """The delegate's `values` become the sum in rank order; those of others are spoiled."""
@@ -51,6 +58,13 @@ class Inside(GroupCommunicator):
     def hand_out(self, values: Floats) -> None:
         """Replaces `values` by those of the delegate."""
         self.broadcast(_bytes(values))
+
+    def expect_alike(self, entries: int) -> None:
+        """All ranks are here, with as many entries. So nobody waits on its device for one that is
+        lost, where an error would come late and name nobody.
+        """
+        heard, _ = self.all_gather(np.array([entries], np.int64).view(np.uint8))
+        self._check(heard.view(np.int64).tolist(), [entries] * self.size)
 
     def _add_up(self, values: Floats) -> None:
         """Every rank adds up its part of the entries, and sends the sums to the delegate."""
@@ -106,6 +120,14 @@ class Levels(GroupCommunicator):
         self.title += f", machine {self.ledger} of {self.ledgers}"
         self.all_hear = False  # steps are made in parts
         self.set_names(self.title, range(self.size), self.all_hear)
+
+    def introduce(self, group: object, device: torch.device | None) -> None:
+        super().introduce(group, device)
+        for part in self._parts:
+            part._speaks = self._speaks
+
+    def adder(self) -> Callable[[], DeviceGroup] | None:
+        return None if self.between is None else self.between.adder()
 
     def concur(self, word: str) -> None:
         """By way of both levels, where ranks that are in a step wait: so they are noticed."""

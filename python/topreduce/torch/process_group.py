@@ -6,7 +6,7 @@ and what becomes of one that is lost.
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,6 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from topreduce import CommError, Communicator
 from topreduce.torch import connections
 from topreduce.torch.arrivals import Arrivals, explain
+from topreduce.torch.device_group import DeviceGroup, backend_of
 from topreduce.torch.meeting import (
     STORE_PATIENCE,
     Ranks,
@@ -80,7 +81,9 @@ class GroupCommunicator(Communicator):
         # Circles of which each call here needs all ranks until it ends: losing one ends a wait.
         self.needed: list[GroupCommunicator] = []
         self._cause = ""  # why peers gave up, in the words of the first
-        self._gloo: Any = None  # for reduce=native
+        self._gloo: Any = None  # for reduce=native in main memory
+        self._speaks: Any = None  # see `introduce`
+        self._devices: DeviceGroup | None = None
         self._gone: set[int] = set()  # peers of whom nothing more is heard
         self._loss = ""  # the first of them, and why, in words
         self._store = meet(group, self._names, timeout)
@@ -106,8 +109,7 @@ class GroupCommunicator(Communicator):
         """Returns if all ranks came with the same word; otherwise ValueError, on all of them."""
         words = self.ask(word)
         if len(set(words)) > 1:
-            by_rank = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(words))
-            raise ValueError(f"the ranks differ, so nothing was changed: {by_rank}")
+            raise ValueError(_difference(words))
 
     def ask(self, word: str) -> list[str]:
         """The words with which the ranks came, in rank order."""
@@ -118,12 +120,43 @@ class GroupCommunicator(Communicator):
         """The same of all ranks of the model, where those of this group are not all."""
         return self.ask(word)
 
+    def introduce(self, group: object, device: torch.device | None) -> None:
+        """Finds out whether all ranks have devices of one kind, and their `group` a backend for
+        them. Collective; `device`: None if this rank has none.
+        """
+        like = None if device is None else backend_of(group, device)
+        speaks = "" if device is None or like is None else f" on {device.type}, {like.name()}"
+        words = self.ask(f"ready{speaks}")
+        if not all(word.startswith("ready") for word in words):  # of another kind of attach()
+            raise ValueError(_difference(words))
+        self._speaks = like if speaks and len(set(words)) == 1 else None
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether `devices` can be used."""
+        return self._speaks is not None
+
+    def adder(self) -> Callable[[], DeviceGroup] | None:
+        """Who adds up on the devices of those that exchange; None if they cannot."""
+        return (lambda: self.devices) if self.has_devices else None
+
+    @property
+    def devices(self) -> DeviceGroup:
+        """The ranks' devices; the first look is collective."""
+        if self._devices is None:
+            self._devices = DeviceGroup(
+                self._speaks, self._store, self.rank, self.size, self.timeout, self.title
+            )
+        return self._devices
+
     def close(self, word: str = "") -> None:
         """Leaves, for good. Peers that wait for us fail at once, and find `word` as the reason."""
         if self._open and word:
             self._tell(self._cause or f"rank {self._names[self.rank]} gave up: {word}")
         self._open = False
         self._gloo = None
+        if self._devices is not None:
+            self._devices.close()
         self.interrupt("is out of reach: the group is closed")
         self.disconnect()
 
@@ -252,6 +285,11 @@ class GroupCommunicator(Communicator):
         word = sendable(cause)[:_LONGEST_WORD]
         if self.say(word, _LAST_WORD):
             with_patience(lambda: self._store.set(f"word/{self.rank}", word))
+
+
+def _difference(words: Sequence[str]) -> str:
+    by_rank = "; ".join(f"rank {rank}: {word}" for rank, word in enumerate(words))
+    return f"the ranks differ, so nothing was changed: {by_rank}"
 
 
 def timeout_of(group: dist.ProcessGroup | Ranks, device: torch.device) -> timedelta:

@@ -22,6 +22,7 @@ from topreduce.torch.meeting import Ranks, refuse
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.rebuilding import Rebuilt, owners_of, rebuild
 from topreduce.torch.steps import Steps
+from topreduce.torch.summing_device import SummingDevice
 from topreduce.torch.two_levels import Member
 
 T = TypeVar("T")
@@ -43,8 +44,12 @@ class Sync:
         steps: Steps,
         attached: Attached,
         terms: str = "",
+        device: SummingDevice | None = None,
     ) -> None:
-        """`terms`: what ranks must have alike beside the reducer, in words."""
+        """`terms`: what ranks must have alike beside the reducer, in words. `device`: the one that
+        the reducer uses.
+        """
+        self._device = device
         self._reducer = reducer
         self._comm = comm
         self._steps = steps
@@ -195,6 +200,10 @@ class Sync:
             comm = GroupCommunicator(group, self._comm.timeout)
             comm.concur(f"ready{self._terms}")
             assert isinstance(self._reducer, Reducer)
+            comm.introduce(group, None if self._device is None else self._device.device)
+            if self._device is not None:
+                self._device.adder = comm.adder()
+                self._reducer.use(self._device)
             rebuilt = rebuild(self._reducer, comm, self._steps.verifier.look, module, owners)
         except BaseException as error:
             if comm is not None:

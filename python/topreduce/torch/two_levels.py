@@ -1,7 +1,8 @@
 """A step of several ranks per machine.
 
     inside       one loss scale for the machine; ranks that have joined do not know theirs
-    inside       sum over the ranks of the machine, in rank order, at its delegate     per bucket
+    inside       sum over the ranks of the machine, in rank order, at its delegate     per bucket;
+                 between their devices, if that is where gradients lie
     between      delegates: sum * machines / ranks, averaged by the method; they alone owe
     inside       the mean, and what the step cost, from the delegate to its machine    at the end
 
@@ -18,9 +19,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from topreduce import CommError, Communicator, DriftError, Layout, Reducer, StepStats, WireError
 from topreduce._core import Device
+from topreduce.torch.machine_device import MachineDevice
 from topreduce.torch.machines import Floats, Levels
 
 _JOINED, _BY_PRESENT = 1, 2
@@ -51,7 +54,8 @@ class _Part:
         self._loaded = False  # a state, since the last step or agreement
         self._scale, self._own = 1.0, np.float32(1.0)
         self._missing = 0  # parameters that the open step still waits for
-        self._gradients: list[Floats] = []
+        self._device: MachineDevice | None = None
+        self._gradients: list[Floats | Tensor] = []
         self._added: list[int] = []  # parameters, in the order they came
         self._attendance = self._note((), "present", "ranks")
         self._fingerprint = 0  # of the parameters; 0: they are not compared in the open step
@@ -98,9 +102,6 @@ class _Part:
     def pace(self) -> float:
         return self._reducer.pace
 
-    def use(self, device: Device | None) -> None:
-        self._reducer.use(device)
-
     def configure(self, **changes: object) -> None:
         self._reducer.configure(**changes)
 
@@ -129,6 +130,27 @@ class _Part:
         else:
             self._reducer.bypass()
         self._bypassed = False
+
+    @property
+    def on_device(self) -> bool:
+        """Gradients are added up where they lie, wherever the delegate looks at the sums."""
+        return self._device is not None
+
+    def use(self, device: Device | None) -> None:
+        assert device is None or isinstance(device, MachineDevice)
+        self._device = device
+
+    def add_on_device(self, parameters: Sequence[int], most: float = _ANY) -> None:
+        """The bucket that the device holds of these parameters."""
+        assert self._device is not None
+        self._accept(parameters, self._device.bucket(parameters[0]), most)
+
+    def add(self, parameters: Sequence[int], gradient: Floats, most: float = _ANY) -> None:
+        self._accept(parameters, gradient, most)
+
+    def _accept(self, parameters: Sequence[int], gradient: Floats | Tensor, most: float) -> None:
+        """A gradient comes, be it in main memory or on the device."""
+        self._collect(parameters, gradient)
 
     def begin(self, comm: Communicator, loss_scale: float = 1.0) -> None:
         self._levels.inside.start_step(self.step, after_change=self._loaded)
@@ -165,7 +187,9 @@ class _Part:
         flags = _JOINED * (presence == "joined") | _BY_PRESENT * (divisor == "present")
         return np.concatenate([np.array([flags], np.uint8), np.packbits(bits)])
 
-    def _collect(self, parameters: Sequence[int], gradient: Floats) -> NDArray[np.uint8] | None:
+    def _collect(
+        self, parameters: Sequence[int], gradient: Floats | Tensor
+    ) -> NDArray[np.uint8] | None:
         """Adds up a bucket at the delegate; with the last one, every rank's participation."""
         started = time.perf_counter()
         inside = self._levels.inside
@@ -174,8 +198,12 @@ class _Part:
         self._missing -= len(parameters)
         with np.errstate(all="ignore"):  # what is not finite is for the vote
             if self._own != 1:
-                gradient /= self._own
-            inside.add_up(gradient)
+                gradient /= self._number(self._own)
+            if isinstance(gradient, Tensor):
+                inside.expect_alike(gradient.numel())
+                inside.devices.add_up(gradient)
+            else:
+                inside.add_up(gradient)
         notes = None
         if self._missing == 0:
             seen = np.array([self._fingerprint], np.uint64).view(np.uint8)
@@ -213,8 +241,12 @@ class _Part:
     def _hand_out(self) -> None:
         """Every rank gets the delegate's gradients."""
         started = time.perf_counter()
+        inside = self._levels.inside
         for gradient in self._gradients:
-            self._levels.inside.hand_out(gradient)
+            if isinstance(gradient, Tensor):
+                inside.devices.hand_out(gradient)
+            else:
+                inside.hand_out(gradient)
         self._seconds += time.perf_counter() - started
 
     def _rescale(self, unit: float) -> None:
@@ -223,8 +255,14 @@ class _Part:
         if factor != 1:
             with np.errstate(all="ignore"):
                 for gradient in self._gradients:
-                    gradient *= factor
+                    gradient *= self._number(factor)
         self._gradients.clear()
+        if self._device is not None:
+            self._device.give_back()
+
+    def _number(self, value: np.float32) -> Any:
+        """To multiply gradients by, or to divide."""
+        return value if self._device is None else self._device.number(float(value))
 
     def _agree_on(self, loss_scale: float) -> float:
         """The largest of the machine's ranks; 0 if none of them knows it."""
@@ -246,28 +284,48 @@ class Delegate(_Part):
 
     _lost: Exception | None = None  # what kept a member from getting the last mean
 
+    def __init__(self, levels: Levels, layout: Layout, method: str, **settings: object) -> None:
+        self._images: list[tuple[Tensor, Tensor]] = []  # gradients, and where the core sees them
+        super().__init__(levels, layout, method, **settings)
+
+    def use(self, device: Device | None) -> None:
+        self._reducer.use(device)
+        super().use(device)
+
     def begin(self, comm: Communicator, loss_scale: float = 1.0) -> None:
         if self._lost is not None:
             raise self._lost
         super().begin(comm, loss_scale)
         self._unit = 1.0
+        self._images.clear()
         self._reducer.begin(self._between, self._scale)
 
     def verify(self, fingerprint: int) -> None:
         super().verify(fingerprint)
         self._reducer.verify(fingerprint)
 
-    def add(self, parameters: Sequence[int], gradient: Floats, most: float = _ANY) -> None:
+    def _accept(self, parameters: Sequence[int], gradient: Floats | Tensor, most: float) -> None:
         notes = self._collect(parameters, gradient)
         if notes is not None:
             self._attend_for_all(notes)
         divisor = np.float32(self._levels.size / self._levels.ledgers)
         if divisor != 1:
-            gradient /= divisor
-        self._reducer.add(parameters, gradient, most)
+            gradient /= self._number(divisor)
+        if not isinstance(gradient, Tensor):
+            self._reducer.add(parameters, gradient, most)
+        elif self._reducer.on_device:
+            self._reducer.add_on_device(parameters, most)
+        else:
+            assert self._device is not None
+            image = self._device.lane.to_host(gradient)
+            self._images.append((gradient, image))
+            self._reducer.add(parameters, image.numpy(), most)
 
     def finish(self) -> Told:
         stats: dict[str, Any] = dict(self._reducer.finish().as_dict())
+        for gradient, image in self._images:
+            gradient.copy_(image, non_blocking=True)
+        self._images.clear()
         news = {"stats": stats, "next": self.step, "unit": self._unit}
         news |= {"density": self.density, "level": self.level, "reason": self.reason}
         try:
@@ -331,9 +389,6 @@ class Member(_Part):
     def _found(self, name: str, own: object) -> Any:
         told = self._news is not None and self.spec["density"] == "auto" and not self.bypassed
         return self._news[name] if told and self._news else own
-
-    def add(self, parameters: Sequence[int], gradient: Floats, most: float = _ANY) -> None:
-        self._collect(parameters, gradient)
 
     def finish(self) -> Told:
         heard, counts = self._levels.inside.all_gather(np.empty(0, np.uint8))
