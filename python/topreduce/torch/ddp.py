@@ -246,10 +246,10 @@ class DDPAdapter:
         if bucket.unused:
             self._reducer.participate(unused=bucket.unused)
         numbers = [self._number(each) for each in bucket.parameters]
-        if self._device is not None and self._flat is not None and self._flat.on_device:
+        if self._device is not None and self._reducer.on_device:
             with bucket.queued():
                 self._device.hold(numbers, bucket.sizes, bucket.buffer)
-                self._flat.add_on_device(numbers, bucket.most)
+                self._reducer.add_on_device(numbers, bucket.most)
             return
         if current.learns:
             return
