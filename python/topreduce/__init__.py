@@ -1,6 +1,6 @@
 """Averages gradients over slow networks by sending only the entries that matter.
 
-``topreduce.torch.attach(ddp_model, "topk", density=0.01)`` is the line that PyTorch users add.
+``topreduce.torch.attach(ddp_model)`` is the line that PyTorch users add.
 ``topreduce.torch`` and ``topreduce.mpi`` are imported when they are first used, so this package
 needs neither torch nor mpi4py.
 """

@@ -1,6 +1,6 @@
 """Sparse gradient averaging for PyTorch models: DistributedDataParallel, FSDP2, plain modules.
 
-sync = topreduce.torch.attach(ddp_model, "topk", density=0.01)
+sync = topreduce.torch.attach(ddp_model)
 """
 
 from importlib.util import find_spec

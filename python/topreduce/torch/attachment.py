@@ -82,11 +82,12 @@ def attach(
     entries that each rank sends; the first `warmup_steps` (10) are dense, then the density falls
     geometrically over `ramp_steps` (100).
 
-    With `density` "auto", the default of `method` "auto", each step sends as much as hides behind
-    the backward pass: the most with which `backward()` waits for us for at most `overhead` (5 %)
-    of a step, from `min_density` (0.1 %) to `max_density`, and at most `budget_bytes` from each
-    rank. In its first `warmup_steps` and `ramp_steps` more may be waited (`ramp_overhead`, 25 %). A
-    list of densities, or a file of them, repeats another run (`Sync.choices`).
+    With `density` "auto", which is what attach(model) alone means, each step sends as much as
+    hides behind the backward pass: the most with which `backward()` waits for us for at most
+    `overhead` (5 %) of a step, from `min_density` (0.1 %) to `max_density`, and at most
+    `budget_bytes` from each rank. In its first `warmup_steps` and `ramp_steps` more may be waited
+    (`ramp_overhead`, 25 %). A list of densities, or a file of them, repeats another run
+    (`Sync.choices`).
 
     `bucket_cap_mb`: gradients that are exchanged together, as they become ready (1; on a device
     more, by the size of the model, so that a step stops it about a hundred times at most); DDP's
