@@ -151,8 +151,8 @@ class PythonDevice : public Device {
       starts.push_back(run.start);
       sizes.push_back(run.size);
     }
-    fill(numbers, call("add_up", view<float>(numbers.data(), numbers.size()),
-                       view<Index>(starts), view<Index>(sizes), key));
+    fill(numbers, call("add_up", view<float>(numbers.data(), numbers.size()), view<Index>(starts),
+                       view<Index>(sizes), key));
   }
   float largest_sum(std::uint32_t key) override {
     const nb::gil_scoped_acquire gil;
