@@ -31,7 +31,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")  # another one on each machine, 
 _NOTHING = np.empty(0, np.uint8)
 
 
-class Inside(GroupCommunicator):
+class MachineCommunicator(GroupCommunicator):
     """The ranks of one machine; its rank 0 is the delegate."""
 
     _sent_before = 0
@@ -104,7 +104,7 @@ class Levels(GroupCommunicator):
             name = f"{group.group_name}/machine {ranks}"
             title = f"{self.title}, inside machine {self.ledger}"
             place = ranks.index(self.rank)
-            self.inside = Inside(Circle(name, ranks, place, title, self), timeout)
+            self.inside = MachineCommunicator(Circle(name, ranks, place, title, self), timeout)
             self._parts.append(self.inside)
             self.between: GroupCommunicator | None = None  # only a delegate has it
             if place == 0:
@@ -121,10 +121,10 @@ class Levels(GroupCommunicator):
         self.all_hear = False  # steps are made in parts
         self.set_names(self.title, range(self.size), self.all_hear)
 
-    def introduce(self, group: object, device: torch.device | None) -> None:
-        super().introduce(group, device)
+    def find_device_backend(self, group: object, device: torch.device | None) -> None:
+        super().find_device_backend(group, device)
         for part in self._parts:
-            part._speaks = self._speaks
+            part._device_backend = self._device_backend
 
     def adder(self) -> Callable[[], DeviceGroup] | None:
         return None if self.between is None else self.between.adder()

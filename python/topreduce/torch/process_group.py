@@ -82,7 +82,7 @@ class GroupCommunicator(Communicator):
         self.needed: list[GroupCommunicator] = []
         self._cause = ""  # why peers gave up, in the words of the first
         self._gloo: Any = None  # for reduce=native in main memory
-        self._speaks: Any = None  # see `introduce`
+        self._device_backend: Any = None  # see `find_device_backend`
         self._devices: DeviceGroup | None = None
         self._gone: set[int] = set()  # peers of whom nothing more is heard
         self._loss = ""  # the first of them, and why, in words
@@ -120,21 +120,21 @@ class GroupCommunicator(Communicator):
         """The same of all ranks of the model, where those of this group are not all."""
         return self.ask(word)
 
-    def introduce(self, group: object, device: torch.device | None) -> None:
+    def find_device_backend(self, group: object, device: torch.device | None) -> None:
         """Finds out whether all ranks have devices of one kind, and their `group` a backend for
         them. Collective; `device`: None if this rank has none.
         """
         like = None if device is None else backend_of(group, device)
-        speaks = "" if device is None or like is None else f" on {device.type}, {like.name()}"
-        words = self.ask(f"ready{speaks}")
+        backend = "" if device is None or like is None else f" on {device.type}, {like.name()}"
+        words = self.ask(f"ready{backend}")
         if not all(word.startswith("ready") for word in words):  # of another kind of attach()
             raise ValueError(_difference(words))
-        self._speaks = like if speaks and len(set(words)) == 1 else None
+        self._device_backend = like if backend and len(set(words)) == 1 else None
 
     @property
     def has_devices(self) -> bool:
         """Whether `devices` can be used."""
-        return self._speaks is not None
+        return self._device_backend is not None
 
     def adder(self) -> Callable[[], DeviceGroup] | None:
         """Who adds up on the devices of those that exchange; None if they cannot."""
@@ -145,7 +145,7 @@ class GroupCommunicator(Communicator):
         """The ranks' devices; the first look is collective."""
         if self._devices is None:
             self._devices = DeviceGroup(
-                self._speaks, self._store, self.rank, self.size, self.timeout, self.title
+                self._device_backend, self._store, self.rank, self.size, self.timeout, self.title
             )
         return self._devices
 

@@ -200,7 +200,7 @@ class Sync:
             comm = GroupCommunicator(group, self._comm.timeout)
             comm.concur(f"ready{self._terms}")
             assert isinstance(self._reducer, Reducer)
-            comm.introduce(group, None if self._device is None else self._device.device)
+            comm.find_device_backend(group, None if self._device is None else self._device.device)
             if self._device is not None:
                 self._device.adder = comm.adder()
                 self._reducer.use(self._device)
