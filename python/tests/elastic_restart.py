@@ -4,6 +4,7 @@ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 1 --nproc-per-node 
     python/tests/elastic_restart.py FOLDER
 """
 
+import json
 import os
 import signal
 import sys
@@ -28,11 +29,12 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     sync = topreduce.torch.attach(model, "topk", density=0.05, warmup_steps=2, ramp_steps=4)
     checkpoint = folder / "model.pt"
+    started = 0
     if checkpoint.exists():
         saved = torch.load(checkpoint)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        print(f"rank {rank} goes on from step {sync.load(folder, step=saved['step'])}", flush=True)
+        started = sync.load(folder, step=saved["step"])
     while sync.step < STEPS:
         rng = torch.Generator().manual_seed(100 * sync.step + rank)
         inputs = torch.randn(8, 64, generator=rng)
@@ -49,7 +51,8 @@ def main() -> None:
         if sync.step == DIES_AT and rank == 1 and first_try:
             os.kill(os.getpid(), signal.SIGKILL)
     norm = sum(float(each.detach().double().norm()) for each in model.parameters())
-    print(f"rank {rank} ends at step {sync.step} with {norm!r}", flush=True)
+    seen = {"started": started, "ended": sync.step, "norm": norm}
+    (folder / f"rank{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
 
 

@@ -43,11 +43,12 @@ def check_traffic(output: str, parameters: int) -> None:
 
 
 def run_alone(*command: str, **environment: str) -> str:
-    """A program that starts its ranks itself."""
+    """A program that starts its ranks itself, whose lines come whole."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     ended = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
-        env={**os.environ, **environment},
+        env={**inherited, **environment},
         capture_output=True,
         text=True,
         timeout=240,
@@ -59,20 +60,24 @@ def run_alone(*command: str, **environment: str) -> str:
 
 def test_torchrun_starts_ranks_again_from_what_they_saved(tmp_path: Path) -> None:
     script = "python/tests/elastic_restart.py"
-    (tmp_path / "whole").mkdir()
-    ends = re.compile(r"rank \d ends at step 18 with (\S+)")
-    whole = ends.findall(run(2, script, str(tmp_path / "whole")))
+    folders = {each: tmp_path / each for each in ("whole", "killed")}
+    for folder in folders.values():
+        folder.mkdir()
+    run(2, script, str(folders["whole"]))
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     # Else both tries have one store, and Gloo may find the addresses of the first in the second.
-    output = run_alone(
-        *[*torchrun, "--max-restarts=1", script, str(tmp_path)],
+    run_alone(
+        *[*torchrun, "--max-restarts=1", script, str(folders["killed"])],
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
     )
-    assert sorted(re.findall(r"rank \d goes on from step \d+", output)) == [
-        f"rank {rank} goes on from step 10" for rank in range(2)
-    ]
-    assert ends.findall(output) == whole
-    assert len(whole) == 2 and whole[0] == whole[1]
+    whole, killed = (
+        [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+        for folder in folders.values()
+    )
+    assert [each["started"] for each in whole] == [0, 0]
+    assert [each["started"] for each in killed] == [10, 10]
+    assert [each["ended"] for each in whole + killed] == 4 * [18]
+    assert len({each["norm"] for each in whole + killed}) == 1
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
