@@ -196,15 +196,37 @@ TEST(DensityController, NoiseMovesItLittle) {
   }
 }
 
-TEST(DensityController, SpendsMoreInTheFirstSteps) {
-  const Hosts hosts{.rate = 100 * kMbit};
-  Training run({.overhead = 0.05, .early_overhead = 0.3, .early_steps = 60});
-  run.steps(hosts, 55);
-  expect_best(run, hosts, 0.3);
-  const std::size_t early = run.rung();
-  run.steps(hosts, 5 + kSettled);
-  expect_best(run, hosts, 0.05);
-  EXPECT_LT(run.rung(), early);
+TEST(DensityController, BeginsHighAndEndsTheRampWhereItStays) {
+  for (const double mbit : {50., 100., 200., 1000.}) {
+    SCOPED_TRACE(mbit);
+    const Hosts hosts{.rate = mbit * kMbit};
+    Training run({.overhead = 0.05, .ramp_overhead = 0.6, .warmup_steps = 10, .ramp_steps = 100});
+    run.controller.resume({1, wire::ValueFormat::int4}, false);
+    run.steps(hosts, 12);
+    EXPECT_TRUE(run.rungs[run.visited[0]].level.everything());
+    expect_best(run, hosts, 0.6, 8);
+    run.steps(hosts, 50);
+    expect_best(run, hosts, 0.2, 8);
+    EXPECT_FALSE(run.controller.settled());
+    run.steps(hosts, 48 + kSettled);
+    EXPECT_TRUE(run.controller.settled());
+    expect_best(run, hosts, 0.05);
+    int up = 0;
+    for (std::size_t i = 20; i < 110; ++i) up += run.visited[i] > run.visited[i - 1] ? 1 : 0;
+    EXPECT_LE(up, 2) << "down, and not up and down";
+    double seconds = 0;
+    for (std::size_t i = 0; i < 110; ++i) seconds += 1 / (1 - run.shares[i]);
+    EXPECT_LE(seconds, 110 * 1.6) << "in steps without waiting";
+  }
+}
+
+// What even a first step shows is not waited for ten times.
+TEST(DensityController, AVerySlowNetworkEndsTheWarmUp) {
+  const Hosts hosts{.rate = 1 * kMbit};
+  Training run({.overhead = 0.05, .ramp_overhead = 0.6, .warmup_steps = 10, .ramp_steps = 100});
+  run.controller.resume({1, wire::ValueFormat::int4}, false);
+  run.steps(hosts, 6);
+  EXPECT_LT(run.rungs[run.rung()].bytes, run.rungs[run.visited[0]].bytes / 8);
 }
 
 TEST(DensityController, KeepsToTheBytes) {

@@ -186,8 +186,9 @@ Pipeline::Pipeline(const Layout& layout, const Spec& given) {
   ramp_steps = settings.integer("ramp_steps");
   seed = settings.integer("seed");
   search = {.overhead = settings.number("overhead"),
-            .early_overhead = settings.number("ramp_overhead"),
-            .early_steps = warmup_steps + ramp_steps,
+            .ramp_overhead = settings.number("ramp_overhead"),
+            .warmup_steps = warmup_steps,
+            .ramp_steps = ramp_steps,
             .most_bytes = settings.number("budget_bytes")};
   if (rule == Rule::replayed) replay = tuning::Choices::parse(wanted_density, values);
   threads = std::make_unique<Threads>(settings.integer("threads"));
@@ -235,7 +236,10 @@ bool Pipeline::works_on(const Device& device) const {
 
 tuning::Level Pipeline::level_at(std::uint64_t step) const {
   if (rule == Rule::replayed) return replay.at(step);
-  if (rule == Rule::found) return {density, values};
+  if (rule == Rule::found) {
+    if (search.most_bytes > 0) return {least_density, values};  // up from there, never above it
+    return {warmup_steps + ramp_steps > 0 ? 1 : density, values};
+  }
   if (step < warmup_steps) return {1, values};
   const std::uint64_t into = step - warmup_steps;
   if (into >= ramp_steps) return {density, values};

@@ -1,6 +1,7 @@
 """What a race compares: reading the list of methods, and the clock that a race lends."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -158,16 +159,18 @@ def test_who_finds_a_density() -> None:
 
 def test_a_training_sends_what_the_race_found() -> None:
     methods = parse_methods("dense,auto:overhead=0.1,ramp_overhead=0.5")
-    (first,) = [method.first_steps() for method in methods if method.searches]
-    assert first.spec == "auto:ramp_overhead=0.5,overhead=0.5"
-    rows = [raced(methods[1].label, 1.0, 1e6, "0.0484"), raced(first.label, 2.0, 4e6, "int4")]
-    rows += [raced("dense", 9.0, 65e6), raced("noop", 0.9, 0.0)]
-    assert [method.replay for method in as_found(methods, rows)] == ["", "int4*110 0.0484"]
-    clocked = on_the_clock_of(rows, [trained(methods[1].label, [4e6] * 110 + [1e6] * 2)])
-    assert clocked[0].seconds == [2.0] * 110 + [1.0] * 2
+    found = dataclasses.replace(
+        raced(methods[1].label, 1.0, 1e6),
+        levels=["int4", "int4", "0.0484", "0.0484"],
+        first_seconds=[3.0, 2.0],
+    )
+    rows = [found, raced("dense", 9.0, 65e6), raced("noop", 0.9, 0.0)]
+    assert [each.replay for each in as_found(methods, rows)] == ["", "int4 int4 0.0484 0.0484"]
+    clocked = on_the_clock_of(rows, [trained(methods[1].label, [4e6] * 2 + [1e6] * 2)])
+    assert clocked[0].seconds == [3.0, 2.0, 1.0, 1.0]
 
 
-def raced(label: str, seconds: float, sent: float, level: str = "") -> RaceRow:
+def raced(label: str, seconds: float, sent: float) -> RaceRow:
     return RaceRow(
         label=label,
         spec=label,
@@ -177,7 +180,6 @@ def raced(label: str, seconds: float, sent: float, level: str = "") -> RaceRow:
         losses=[0.0],
         stages={},
         stats={},
-        level=level,
     )
 
 

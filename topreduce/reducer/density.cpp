@@ -29,8 +29,7 @@ void Reducer::Impl::start_search() {
     controller.reset();
     return;
   }
-  const tuning::Level start =
-      coming ? coming->level : tuning::Level{pipeline.density, pipeline.values};
+  const tuning::Level start = coming ? coming->level : pipeline.level_at(0);
   controller.emplace(pipeline.ladder(prepared_ranks), 0, pipeline.search);
   controller->resume(start, coming && coming->settled);
   measured = {};

@@ -16,6 +16,10 @@ constexpr std::size_t kEnough = 4;  // looks, where the first two leave a doubt
 constexpr double kDoubt = 0.25;     // of what may be waited
 constexpr std::size_t kNear = 2;    // rungs between good and bad that are not worth another look
 
+// In the ramp.
+constexpr double kFarTooLong = 2;  // times what is allowed: one look is enough
+constexpr double kMostUpInRamp = 2;
+
 // Holding still.
 constexpr std::size_t kMedian = 5;        // steps
 constexpr double kTooLong = 1.3;          // times what is allowed ...
@@ -54,7 +58,7 @@ DensityController::DensityController(std::vector<Rung> ladder, std::size_t start
                                      const Options& options)
     : ladder_(std::move(ladder)),
       options_(options),
-      overhead_(options.early_steps > 0 ? options.early_overhead : options.overhead),
+      overhead_(overhead_at(0)),
       rung_(start),
       patience_(kFirstPatience) {
   assert(rung_ < ladder_.size());
@@ -62,24 +66,43 @@ DensityController::DensityController(std::vector<Rung> ladder, std::size_t start
   visits_.reserve(kMostVisits);
 }
 
-void DensityController::note(std::uint64_t step, const Level& used, const Measurement& taken) {
-  const double target = step < options_.early_steps ? options_.early_overhead : options_.overhead;
-  if (target != overhead_) {  // the first steps are over: what was seen of this rung still holds
-    overhead_ = target;
-    look_for(nullptr);
+// Falls geometrically, as the density of methods that have a fixed one does.
+double DensityController::overhead_at(std::uint64_t step) const {
+  if (step < options_.warmup_steps) return std::max(options_.ramp_overhead, options_.overhead);
+  const std::uint64_t into = step - options_.warmup_steps;
+  if (into >= options_.ramp_steps || options_.ramp_overhead <= options_.overhead) {
+    return options_.overhead;
   }
-  if (step < kFirstSteps || used != level() || !taken.known()) return;
+  const double done = static_cast<double>(into + 1) / static_cast<double>(options_.ramp_steps + 1);
+  return options_.ramp_overhead * std::pow(options_.overhead / options_.ramp_overhead, done);
+}
+
+void DensityController::note(std::uint64_t step, const Level& used, const Measurement& taken) {
+  overhead_ = overhead_at(step);
+  const bool early = step < options_.warmup_steps + options_.ramp_steps;
+  if (early) state_ = State::ramp;
+  if (!early && state_ == State::ramp) {  // what was seen on the way still holds
+    state_ = State::search;
+    sort_out();
+  }
+  if (step < (early ? 1 : kFirstSteps) || used != level() || !taken.known()) return;
   if (to_skip_ > 0) {
     --to_skip_;
     return;
   }
   if (looks_.size() == kMostLooks) looks_.erase(looks_.begin());
   looks_.push_back(taken);
+  if (state_ == State::ramp) return follow_ramp();
   state_ == State::search ? search() : hold();
 }
 
+// Seconds of waiting that make the allowed part of a step with this computing.
+double DensityController::share_of(const Measurement& taken) const {
+  return overhead_ / (1 - overhead_) * taken.computed;
+}
+
 double DensityController::allowed(const Measurement& taken) const {
-  return std::max(overhead_ * (taken.computed + taken.waited), floor_);
+  return std::max(share_of(taken), floor_);
 }
 
 bool DensityController::fits(const Measurement& taken) const {
@@ -93,7 +116,7 @@ double DensityController::slowed(const Measurement& taken) const {
 }
 
 double DensityController::allowed_in_all(const Measurement& taken) const {
-  return floor_ + kInAll * overhead_ * (taken.computed + taken.waited);
+  return floor_ + kInAll * share_of(taken);
 }
 
 bool DensityController::fits_processor(const Measurement& taken) const {
@@ -204,9 +227,9 @@ void DensityController::settle(std::size_t rung) {
   if (rung != rung_) move_to(rung);
 }
 
-// What exchanges can use before the last gradient comes, and what may be waited, is the room. Work
-// grows no faster than the bytes.
-void DensityController::go_up(const Measurement& taken) {
+// How many times as many bytes there is time for. What exchanges can use before the last gradient
+// comes, and what may be waited, is the room. Work grows no faster than the bytes.
+double DensityController::factor_up(const Measurement& taken) const {
   const double room = taken.overlap + allowed(taken);
   double factor = kMostUp;
   if (taken.exchanging * kMostUp > room) factor = kOfTheRoom * room / taken.exchanging;
@@ -214,13 +237,11 @@ void DensityController::go_up(const Measurement& taken) {
   if (options_.most_bytes > 0 && taken.bytes > 0) {
     factor = std::min(factor, options_.most_bytes / taken.bytes);
   }
-  const double bytes = ladder_[rung_].bytes * std::clamp(factor, kLeastUp, kMostUp);
-  try_next(std::max(rung_with(bytes), rung_ + stride_));
-  stride_ *= 2;
+  return factor;
 }
 
 // What was too long would have taken so many bytes of the exchange.
-void DensityController::go_down(const Measurement& taken, double least) {
+double DensityController::factor_down(const Measurement& taken) const {
   double factor = 1;
   const double too_long = taken.waited - allowed(taken);
   if (too_long > 0) factor = taken.exchanging > 0 ? 1 - too_long / taken.exchanging : kLeastDown;
@@ -228,10 +249,39 @@ void DensityController::go_down(const Measurement& taken, double least) {
   if (options_.most_bytes > 0 && taken.bytes > 0) {
     factor = std::min(factor, options_.most_bytes / taken.bytes);
   }
-  const double bytes =
-      ladder_[rung_].bytes * std::clamp(factor, std::max(least, kLeastDown), kMostDown);
+  return factor;
+}
+
+void DensityController::go_up(const Measurement& taken) {
+  const double bytes = ladder_[rung_].bytes * std::clamp(factor_up(taken), kLeastUp, kMostUp);
+  try_next(std::max(rung_with(bytes), rung_ + stride_));
+  stride_ *= 2;
+}
+
+void DensityController::go_down(const Measurement& taken, double least) {
+  const double factor = std::clamp(factor_down(taken), std::max(least, kLeastDown), kMostDown);
   stride_ = 1;
-  try_next(std::min(rung_with(bytes), rung_ - 1));
+  try_next(std::min(rung_with(ladder_[rung_].bytes * factor), rung_ - 1));
+}
+
+// To what the last looks say would take as long as it may, up or down.
+void DensityController::follow_ramp() {
+  const Measurement taken = median_of_last(kEnough);
+  if (looks_.size() < kEnough && taken.waited < kFarTooLong * allowed(taken)) return;
+  if (looks_.size() >= 2) {
+    remember(rung_, taken);
+    learn_processor();
+  }
+  const double factor = fits(taken) ? std::min(factor_up(taken), kMostUpInRamp)
+                                    : std::max(factor_down(taken), kLeastDown);
+  const std::size_t next = rung_with(ladder_[rung_].bytes * factor);
+  if (next != rung_) move_to(next);
+}
+
+void DensityController::remember(std::size_t rung, const Measurement& taken) {
+  std::erase_if(visits_, [&](const Visit& visit) { return visit.rung == rung; });
+  if (visits_.size() == kMostVisits) visits_.erase(visits_.begin());
+  visits_.push_back({rung, taken, scatter()});
 }
 
 // A threshold may need some steps to follow the density. Fewer bytes than other rungs foretell tell
@@ -275,8 +325,7 @@ void DensityController::search() {
     if (!news && looks_.size() < kMostLooks) return;
     if (!news) sent = rung_;
   }
-  std::erase_if(visits_, [&](const Visit& visit) { return visit.rung == sent; });
-  if (visits_.size() < kMostVisits) visits_.push_back({sent, taken, scatter()});
+  remember(sent, taken);
   learn_processor();
   sort_out();
   if (!good_ && slower_ && taken.waited > allowed(taken) &&
@@ -359,7 +408,7 @@ std::string DensityController::reason() const {
   std::ostringstream text;
   text.precision(2);
   const auto percent = [](double share) { return 100 * share; };
-  text << (settled() ? "settled" : "searching");
+  text << (settled() ? "settled" : state_ == State::ramp ? "first steps" : "searching");
   if (!looks_.empty()) {
     text << ": waits " << percent(median_of_last(kMedian).share()) << " % of a step";
   }

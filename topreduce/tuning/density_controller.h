@@ -28,14 +28,18 @@ struct Rung {
 /// or the computing take clearly another time than when it settled, and, ever more rarely, to see
 /// if the next rung will do after all.
 ///
+/// A training begins high: early steps are worth most. In its first steps more may be waited, and
+/// ever less during the ramp; rungs follow that, without a search.
+///
 /// There is no clock in it, nor anything random: ranks that note the same numbers decide alike.
 class TOPREDUCE_API DensityController {
  public:
   struct Options {
-    double overhead = 0.05;        ///< the part of a step that may be waited
-    double early_overhead = 0.05;  ///< the same in the first `early_steps`
-    std::uint64_t early_steps = 0;
-    double most_bytes = 0;  ///< of a step; 0: any number
+    double overhead = 0.05;          ///< the part of a step that may be waited
+    double ramp_overhead = 0.05;     ///< the same in the first `warmup_steps` ...
+    std::uint64_t warmup_steps = 0;  ///< ... from where it falls to `overhead` ...
+    std::uint64_t ramp_steps = 0;    ///< ... over so many
+    double most_bytes = 0;           ///< of a step; 0: any number
   };
 
   /// `ladder`: by ascending bytes, at least one rung; `start`: a place on it.
@@ -53,8 +57,10 @@ class TOPREDUCE_API DensityController {
   std::string reason() const;
 
  private:
-  enum class State { search, hold };
+  enum class State { ramp, search, hold };
 
+  double overhead_at(std::uint64_t step) const;
+  void follow_ramp();
   void search();
   void hold();
   void learn_processor();
@@ -70,7 +76,11 @@ class TOPREDUCE_API DensityController {
   void try_next(std::size_t rung);
   void go_up(const Measurement& taken);
   void go_down(const Measurement& taken, double least = 0);
+  void remember(std::size_t rung, const Measurement& taken);
+  double factor_up(const Measurement& taken) const;
+  double factor_down(const Measurement& taken) const;
   bool fits(const Measurement& taken) const;
+  double share_of(const Measurement& taken) const;
   double allowed(const Measurement& taken) const;
   std::size_t rung_with(double bytes) const;
   Measurement median_of_last(std::size_t count) const;
@@ -78,7 +88,7 @@ class TOPREDUCE_API DensityController {
 
   std::vector<Rung> ladder_;
   Options options_;
-  double overhead_;  // of the last step noted
+  double overhead_;  // that is allowed now
   State state_ = State::search;
   std::size_t rung_;
   std::size_t stride_ = 1;  // up, if the bytes tell no more

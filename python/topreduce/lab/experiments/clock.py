@@ -5,31 +5,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from topreduce.lab.experiments.methods import FIRST, Method
+from topreduce.lab.experiments.methods import Method
 from topreduce.lab.experiments.race import RaceRow
 from topreduce.lab.experiments.train import REFERENCE, TrainRun
-from topreduce.torch.attachment import RAMP_STEPS, WARMUP_STEPS
-
-FIRST_STEPS = WARMUP_STEPS + RAMP_STEPS
 
 
 def on_the_clock_of(rows: Sequence[RaceRow], runs: Sequence[TrainRun]) -> list[TrainRun]:
     """Trainings without a limit, with the step times that a race measured under it.
 
     A step of a training may send more than the method's step in the race, during a ramp for
-    instance: its time is then that of the race plus its share of the way to dense.
+    instance: its time is then that of the race plus its share of the way to dense. A method that
+    finds its density took its first steps in the race as well: those have the times seen there.
     """
     by_spec = {row.spec: row for row in rows}
-    by_label = {row.label: row for row in rows}
     idle, dense = by_spec["noop"], by_spec[REFERENCE]
     clocked = []
     for run in runs:
         own = by_spec.get(run.spec, idle)
-        first = by_label.get(run.label + FIRST, own)
-        seconds = [
-            _step_seconds(sent, first if step < FIRST_STEPS else own, dense)
-            for step, sent in enumerate(run.bytes_sent)
-        ]
+        seen = own.first_seconds[: len(run.bytes_sent)]
+        later = run.bytes_sent[len(seen) :]
+        seconds = [*seen, *(_step_seconds(sent, own, dense) for sent in later)]
         clocked.append(
             dataclasses.replace(
                 run,
@@ -44,17 +39,13 @@ def on_the_clock_of(rows: Sequence[RaceRow], runs: Sequence[TrainRun]) -> list[T
 
 
 def as_found(methods: Sequence[Method], rows: Sequence[RaceRow]) -> list[Method]:
-    """Methods that find their density, made to send what they sent in the race.
+    """Methods that find their density, made to send what they sent in the race, step by step.
 
     A training without the limit would find another one.
     """
-    found = {row.label: row.level for row in rows}
+    sent = {row.label: " ".join(row.levels) for row in rows}
     return [
-        dataclasses.replace(
-            method, replay=f"{found[method.label + FIRST]}*{FIRST_STEPS} {found[method.label]}"
-        )
-        if method.searches
-        else method
+        dataclasses.replace(method, replay=sent[method.label]) if method.searches else method
         for method in methods
     ]
 

@@ -21,13 +21,14 @@ import topreduce.torch
 from topreduce import Layout, Reducer
 from topreduce.lab.experiments.diloco import DiLoCo
 from topreduce.lab.experiments.sharding import NATIVE, mesh_of, shard, shard_natively
+from topreduce.torch.attachment import RAMP_STEPS, WARMUP_STEPS
 
 OURS = "topreduce."  # "topreduce.dense" is our dense, "dense" is DDP's own all-reduce
 STEPS_BEFORE_POWERSGD = 2  # it refuses to begin earlier
 LOCAL_SGD_WARMUP = 10
 AGAIN = " (A/A)"  # after the name of a method that is measured a second time
-FIRST = " (first steps)"  # the same, as it begins a training
 _SCHEDULE = ("warmup_steps", "ramp_steps", "seed")
+_FIRST_STEPS = re.compile(r"\b(warmup_steps|ramp_steps)=(\d+)")
 
 
 class Attached:
@@ -83,11 +84,6 @@ class Method:
         spec = _without(self.spec, _SCHEDULE)
         return Method(self.label, _with(spec, "warmup_steps=0,ramp_steps=0"))
 
-    def first_steps(self) -> Method:
-        """As it begins: it may wait longer than later."""
-        spec = _without(self.spec, ("overhead",))
-        return Method(self.label + FIRST, _with(spec, f"overhead={_ramp_overhead(self.spec)}"))
-
     def again(self) -> Method:
         """The same under another name: what the two differ by is noise."""
         return Method(self.label + AGAIN, self.spec)
@@ -119,6 +115,13 @@ class Method:
             density=self.replay or None,
         )
         return attached
+
+
+def steps_before_steady(spec: str) -> int:
+    """Steps of a method of ours in which it sends more than later."""
+    settings = {"warmup_steps": WARMUP_STEPS, "ramp_steps": RAMP_STEPS}
+    settings |= {name: int(number) for name, number in _FIRST_STEPS.findall(spec)}
+    return sum(settings.values())
 
 
 # ---- what PyTorch has -----------------------------------------------------------------------
@@ -220,11 +223,6 @@ def _check(spec: str) -> None:
 
 def _with(spec: str, settings: str) -> str:
     return f"{spec}{',' if ':' in spec else ':'}{settings}"
-
-
-def _ramp_overhead(spec: str) -> str:
-    made = Reducer(Layout([("weight", [8, 8])]), spec.removeprefix(OURS))
-    return made.spec["ramp_overhead"]
 
 
 def _without(spec: str, names: tuple[str, ...]) -> str:

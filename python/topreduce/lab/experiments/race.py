@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from topreduce.lab.experiments.methods import Method
+from topreduce.lab.experiments.methods import Method, steps_before_steady
 from topreduce.lab.experiments.replica import Replica, Step
 from topreduce.lab.tasks.models import Workload
 
@@ -32,6 +32,8 @@ class RaceOptions:
     methods: Sequence[Method]
     rounds: int = 10
     steps: int = 2  # per turn
+    # Methods that find their density begin as in a training: before they are measured.
+    from_the_start: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,12 @@ class RaceRow:
     stages: dict[str, float]  # mean seconds by stage; empty unless ours
     stats: dict[str, float]  # means of what else we count; empty unless ours
     # Of a method that finds its density, for each step from its first one on: what it was to send,
-    # and the part of the step that was waited. And what it found.
+    # also in words, and the part of the step that was waited. How long the steps took that are not
+    # counted, while it searched. And what it found.
     densities: list[float] = field(default_factory=list)
     waiting: list[float] = field(default_factory=list)
+    levels: list[str] = field(default_factory=list)
+    first_seconds: list[float] = field(default_factory=list)
     level: str = ""
     reason: str = ""
 
@@ -83,7 +88,11 @@ def race_rank(
     torch.set_num_threads(1)
     if options.workload.device != "cpu":
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
-    methods = [method.steady() for method in options.methods]
+    whole = [options.from_the_start and method.searches for method in options.methods]
+    methods = [
+        method if from_start else method.steady()
+        for method, from_start in zip(options.methods, whole, strict=True)
+    ]
     replicas = [Replica(rank, options.workload, method) for method in methods]
     counted: list[list[Step]] = [[] for _ in replicas]
     before: list[list[Step]] = [[] for _ in replicas]
@@ -92,6 +101,8 @@ def race_rank(
             # Another order in every round: no method always follows the same other.
             turn = (place + number) % len(replicas)
             first = SEARCH_STEPS if methods[turn].searches else WARM_UP_STEPS
+            if whole[turn]:
+                first += steps_before_steady(methods[turn].spec)
             steps = _take_turn(replicas[turn], options.steps if number else first)
             (counted if number else before)[turn] += steps
             if rank == 0:
@@ -140,10 +151,7 @@ def race_rows(
                 label=method.label,
                 spec=method.spec,
                 parameters=parameters,
-                seconds=[
-                    max(step.end for step in steps) - min(step.start for step in steps)
-                    for steps in together
-                ],
+                seconds=_seconds(together),
                 bytes_sent=[statistics.fmean(step.bytes_sent for step in s) for s in together],
                 losses=[statistics.fmean(step.loss for step in s) for s in together],
                 stages={
@@ -162,6 +170,7 @@ def _search(ranks: Sequence[tuple[int, list[Step], list[Step]]]) -> dict[str, An
     """How a density was found. All ranks end a step together: who waited least computed longest."""
     steps = [[each.stats for each in (*before, *counted)] for _, counted, before in ranks]
     together = list(zip(*steps, strict=True))
+    first = list(zip(*(before for _, _, before in ranks), strict=True))
     return {
         "densities": [each[0]["density"] for each in together],
         "waiting": [
@@ -169,9 +178,16 @@ def _search(ranks: Sequence[tuple[int, list[Step], list[Step]]]) -> dict[str, An
             / max(rank["seconds_computed"] + rank["seconds_waited"] for rank in each)
             for each in together
         ],
+        "levels": [each[0]["level"] for each in together],
+        "first_seconds": _seconds(first),
         "level": steps[0][-1]["level"],
         "reason": steps[0][-1]["reason"],
     }
+
+
+def _seconds(together: Sequence[tuple[Step, ...]]) -> list[float]:
+    """From the first rank's start to the last rank's end, step by step."""
+    return [max(each.end for each in step) - min(each.start for each in step) for step in together]
 
 
 def _means(stats: Sequence[dict[str, Any]]) -> dict[str, float]:

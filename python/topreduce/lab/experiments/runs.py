@@ -145,10 +145,12 @@ def train(
     """
     load = options.workload
     options = dataclasses.replace(options, workload=dataclasses.replace(load, compute=None))
-    racing_methods = _racing_methods(options.methods)
-    if clock == "race":
-        racing_methods += [each.first_steps() for each in options.methods if each.searches]
-    racing = RaceOptions(workload=load, methods=racing_methods, rounds=rounds)
+    racing = RaceOptions(
+        workload=load,
+        methods=_racing_methods(options.methods),
+        rounds=rounds,
+        from_the_start=clock == "race",
+    )
 
     def so_far(runs: list[TrainRun]) -> Results:
         return Results(

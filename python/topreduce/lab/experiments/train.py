@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,10 +14,8 @@ import torch.distributed as dist
 from topreduce.lab.experiments.methods import AGAIN, Method
 from topreduce.lab.experiments.replica import Replica, Step
 from topreduce.lab.tasks.models import Workload
-from topreduce.torch.attachment import RAMP_STEPS, WARMUP_STEPS
 
 REFERENCE = "dense"
-_FIRST_STEPS = re.compile(r"\b(warmup_steps|ramp_steps)=(\d+)")
 SEEDS_APART = 1000  # of a training and its A/A: other weights, other batches
 _RECENT = 20  # steps whose mean loss is shown
 _LAST_SHARE = 0.1  # of the learning rate, at the end of a cosine
@@ -89,13 +86,6 @@ class TrainRun:
     def reached(self, loss: float) -> Evaluation | None:
         """The first evaluation with this loss or a lower one."""
         return next((each for each in self.evaluations if each.loss <= loss), None)
-
-
-def steps_before_steady(spec: str) -> int:
-    """Steps of a method of ours in which it sends more than later."""
-    settings = {"warmup_steps": WARMUP_STEPS, "ramp_steps": RAMP_STEPS}
-    settings |= {name: int(number) for name, number in _FIRST_STEPS.findall(spec)}
-    return sum(settings.values())
 
 
 def train_rank(

@@ -11,9 +11,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from topreduce.lab.experiments.methods import AGAIN
+from topreduce.lab.experiments.methods import AGAIN, steps_before_steady
 from topreduce.lab.experiments.race import RaceRow
-from topreduce.lab.experiments.train import Evaluation, steps_before_steady
+from topreduce.lab.experiments.train import Evaluation
 from topreduce.lab.report.results import Results, mean
 from topreduce.lab.report.verdict import noise
 
