@@ -197,16 +197,23 @@ TEST(DensityController, NoiseMovesItLittle) {
 }
 
 TEST(DensityController, BeginsHighAndEndsTheRampWhereItStays) {
-  for (const double mbit : {50., 100., 200., 1000.}) {
+  for (const double mbit : {50., 100., 200., 1000., 10000.}) {
     SCOPED_TRACE(mbit);
     const Hosts hosts{.rate = mbit * kMbit};
-    Training run({.overhead = 0.05, .ramp_overhead = 0.6, .warmup_steps = 10, .ramp_steps = 100});
+    Training run({.overhead = 0.05, .ramp_overhead = 0.4, .warmup_steps = 10, .ramp_steps = 100});
     run.controller.resume({1, wire::ValueFormat::int4}, false);
+    const std::size_t whole = run.rungs.size() - 4, free = hosts.best(run.rungs, 0.05);
+    const auto expect_near = [&](double overhead) {
+      const std::size_t most = std::max(whole, free);  // finer formats only where they are free
+      const std::size_t best = std::min(hosts.best(run.rungs, overhead), most);
+      EXPECT_LE(run.rung(), best);
+      EXPECT_GE(run.rung() + 8, best);
+    };
     run.steps(hosts, 12);
-    EXPECT_TRUE(run.rungs[run.visited[0]].level.everything());
-    expect_best(run, hosts, 0.6, 8);
+    EXPECT_EQ(run.visited[0], whole);
+    expect_near(0.4);
     run.steps(hosts, 50);
-    expect_best(run, hosts, 0.2, 8);
+    expect_near(0.16);
     EXPECT_FALSE(run.controller.settled());
     run.steps(hosts, 48 + kSettled);
     EXPECT_TRUE(run.controller.settled());
@@ -216,14 +223,14 @@ TEST(DensityController, BeginsHighAndEndsTheRampWhereItStays) {
     EXPECT_LE(up, 2) << "down, and not up and down";
     double seconds = 0;
     for (std::size_t i = 0; i < 110; ++i) seconds += 1 / (1 - run.shares[i]);
-    EXPECT_LE(seconds, 110 * 1.6) << "in steps without waiting";
+    EXPECT_LE(seconds, 110 * 1.35) << "in steps without waiting";
   }
 }
 
 // What even a first step shows is not waited for ten times.
 TEST(DensityController, AVerySlowNetworkEndsTheWarmUp) {
   const Hosts hosts{.rate = 1 * kMbit};
-  Training run({.overhead = 0.05, .ramp_overhead = 0.6, .warmup_steps = 10, .ramp_steps = 100});
+  Training run({.overhead = 0.05, .ramp_overhead = 0.4, .warmup_steps = 10, .ramp_steps = 100});
   run.controller.resume({1, wire::ValueFormat::int4}, false);
   run.steps(hosts, 6);
   EXPECT_LT(run.rungs[run.rung()].bytes, run.rungs[run.visited[0]].bytes / 8);
@@ -290,8 +297,10 @@ TEST(DensityController, HoldsStillWhereTimesScatter) {
     SCOPED_TRACE(seed);
     Training run({}, seed);
     run.steps(hosts, 200);
-    const double cost = quiet.cost(run.rungs[run.rung()].bytes);
-    EXPECT_LE(cost, 0.095) << "a lowest density costs 0.03";
+    std::vector<std::size_t> last(run.visited.end() - 100, run.visited.end());
+    std::ranges::sort(last);
+    const double cost = quiet.cost(run.rungs[last[50]].bytes);
+    EXPECT_LE(cost, 0.1) << "a lowest density costs 0.03";
     EXPECT_GE(cost, 0.06) << "no less than need be";
     EXPECT_LE(run.moves(100), 8) << "it tries others now and then";
   }

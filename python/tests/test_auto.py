@@ -138,13 +138,12 @@ def fixed_parts(rank: Rank) -> None:
     """Naming a method or a density fixes that part."""
     run = Run(rank)
     for method, density, expected in (
-        ("topk", None, ("topk", "0.01")),
-        ("topk", "auto", ("topk", "auto")),
+        ("topk", None, ("topk", "auto")),
         ("auto", None, ("auto", "auto")),
         ("topk:density=0.3", None, ("topk", "0.3")),
         ("auto", 0.3, ("auto", "0.3")),
         ("dense", None, ("dense", "1")),
-        ("arc_topk", None, ("arc_topk", "0.2")),
+        ("arc_topk", None, ("arc_topk", "auto")),
     ):
         sync = topreduce.torch.attach(run.ddp, method, density=density)
         spec = sync._reducer.spec

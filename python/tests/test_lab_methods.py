@@ -154,7 +154,8 @@ def test_who_finds_a_density() -> None:
     words = "auto,topk,topk:density=auto,values=bf16,topk:min_density=0.1,topk:density=0.01,dense"
     words += ",topreduce.dense,noop,powersgd:1"
     searching = [method.spec for method in parse_methods(words) if method.searches]
-    assert searching == ["auto", "topk:density=auto,values=bf16"]
+    named = ["topk", "topk:density=auto,values=bf16", "topk:min_density=0.1"]
+    assert searching == ["auto", *named]
 
 
 def test_a_training_sends_what_the_race_found() -> None:

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <span>
 #include <sstream>
+#include <utility>
 
 namespace topreduce::tuning {
 namespace {
@@ -18,7 +19,7 @@ constexpr std::size_t kNear = 2;    // rungs between good and bad that are not w
 
 // In the ramp.
 constexpr double kFarTooLong = 2;  // times what is allowed: one look is enough
-constexpr double kMostUpInRamp = 2;
+constexpr double kMostUpInRamp = 2, kLeastDownInRamp = 0.5;
 
 // Holding still.
 constexpr std::size_t kMedian = 5;        // steps
@@ -123,11 +124,17 @@ bool DensityController::fits_processor(const Measurement& taken) const {
   return taken.waited + slowed(taken) <= allowed_in_all(taken);
 }
 
-// How many times as many bytes the processor allows.
+// How many times as many bytes the processor allows. Of the waiting, what the exchange took beyond
+// the computing shrinks with them.
 double DensityController::by_processor(const Measurement& taken) const {
   const double slower = slowed(taken);
-  const double left = allowed_in_all(taken) - std::min(taken.waited, allowed(taken));
-  return slower * kMostUp > left ? std::max(left / slower, kLeastByProcessor) : kMostUp;
+  if (slower <= 0) return kMostUp;
+  const double beyond = std::max(taken.waited - allowed(taken), taken.exchanging - taken.overlap);
+  const double exposed = std::clamp(beyond, 0.0, taken.waited);
+  const double left = allowed_in_all(taken) - taken.waited;
+  const double hidden = (left + exposed) / slower;
+  const double shrinking = kOfTheRoom * (left + taken.exchanging) / (taken.exchanging + slower);
+  return std::clamp(std::min(hidden, shrinking), kLeastByProcessor, kMostUp);
 }
 
 // How much longer the computing takes with more work beside it: the slope of a line through all
@@ -264,17 +271,31 @@ void DensityController::go_down(const Measurement& taken, double least) {
   try_next(std::min(rung_with(ladder_[rung_].bytes * factor), rung_ - 1));
 }
 
-// To what the last looks say would take as long as it may, up or down.
+// To what the last looks say would take as long as it may, up or down. Everything in finer formats
+// only where that is free: early steps gain nothing by it.
 void DensityController::follow_ramp() {
   const Measurement taken = median_of_last(kEnough);
-  if (looks_.size() < kEnough && taken.waited < kFarTooLong * allowed(taken)) return;
+  const bool far = taken.waited > kFarTooLong * allowed(taken);
+  if (looks_.size() < kEnough && !far) return;
   if (looks_.size() >= 2) {
     remember(rung_, taken);
     learn_processor();
   }
-  const double factor = fits(taken) ? std::min(factor_up(taken), kMostUpInRamp)
-                                    : std::max(factor_down(taken), kLeastDown);
-  const std::size_t next = rung_with(ladder_[rung_].bytes * factor);
+  const auto next_rung = [&] {
+    const double factor = fits(taken)
+                              ? std::min(factor_up(taken), kMostUpInRamp)
+                              : std::max(factor_down(taken), far ? kLeastDown : kLeastDownInRamp);
+    return rung_with(ladder_[rung_].bytes * factor);
+  };
+  std::size_t next = next_rung();
+  const auto whole =
+      std::ranges::find_if(ladder_, [](const Rung& rung) { return rung.level.everything(); });
+  const auto coarsest = static_cast<std::size_t>(whole - ladder_.begin());
+  if (next > coarsest) {
+    const double now = std::exchange(overhead_, options_.overhead);
+    next = std::max(coarsest, next_rung());
+    overhead_ = now;
+  }
   if (next != rung_) move_to(next);
 }
 

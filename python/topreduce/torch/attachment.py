@@ -78,15 +78,15 @@ def attach(
     settings or version, all of them raise and nothing is attached. Arguments left as None use the
     method's default; `topreduce methods` lists them.
 
-    `method`: a name, or one with settings such as "topk:density=0.01". `density`: the share of
-    entries that each rank sends; the first `warmup_steps` (10) are dense, then the density falls
-    geometrically over `ramp_steps` (100).
+    `method`: a name, or one with settings such as "topk:density=0.01"; "auto" chooses one.
+    `density`: the share of entries that each rank sends; the first `warmup_steps` (10) are dense,
+    then the density falls geometrically over `ramp_steps` (100).
 
-    With `density` "auto", which is what attach(model) alone means, each step sends as much as
-    hides behind the backward pass: the most with which `backward()` waits for us for at most
-    `overhead` (5 %) of a step, from `min_density` (0.1 %) to `max_density`, and at most
-    `budget_bytes` from each rank. In its first `warmup_steps` and `ramp_steps` more may be waited
-    (`ramp_overhead`, 25 %). A list of densities, or a file of them, repeats another run
+    With `density` "auto", which is the default with any method, each step sends as much as hides
+    behind the backward pass: the most with which `backward()` waits for us for at most `overhead`
+    (5 %) of a step, from `min_density` (0.1 %) to `max_density`, and at most `budget_bytes` from
+    each rank. In the first `warmup_steps` more may be waited (`ramp_overhead`, 40 %), which falls
+    to `overhead` over `ramp_steps`. A list of densities, or a file of them, repeats another run
     (`Sync.choices`).
 
     `bucket_cap_mb`: gradients that are exchanged together, as they become ready (1; on a device
@@ -117,7 +117,9 @@ def attach(
         if not isinstance(verify_every, int) or verify_every < 0:
             raise ValueError(f"verify_every must be a number of steps, not {verify_every!r}")
         given = {
-            "density": as_setting(density),
+            "density": _or_default(
+                as_setting(density), "density", method, found_by_default(method)
+            ),
             "overhead": overhead,
             "min_density": min_density,
             "max_density": max_density,
@@ -185,6 +187,11 @@ def _check_method(method: object) -> None:
         return
     meant = f": write density={method!r}" if isinstance(method, float) else ""
     raise TypeError(f'method must be a name such as "topk", not {method!r}{meant}')
+
+
+def found_by_default(method: str) -> str | None:
+    """The density of a method that is named without one: sought while running, if it has any."""
+    return None if method.partition(":")[0].strip() == "dense" else "auto"
 
 
 def _or_default(given: object, name: str, method: str, default: object) -> object:

@@ -21,7 +21,7 @@ import topreduce.torch
 from topreduce import Layout, Reducer
 from topreduce.lab.experiments.diloco import DiLoCo
 from topreduce.lab.experiments.sharding import NATIVE, mesh_of, shard, shard_natively
-from topreduce.torch.attachment import RAMP_STEPS, WARMUP_STEPS
+from topreduce.torch.attachment import RAMP_STEPS, WARMUP_STEPS, found_by_default
 
 OURS = "topreduce."  # "topreduce.dense" is our dense, "dense" is DDP's own all-reduce
 STEPS_BEFORE_POWERSGD = 2  # it refuses to begin earlier
@@ -73,9 +73,10 @@ class Method:
     @property
     def searches(self) -> bool:
         """Whether it finds its density while it runs."""
-        name, _, settings = self.spec.removeprefix(OURS).partition(":")
-        named = re.search(r"\bdensity=([^,]*)", settings)
-        return self.is_ours and (named[1] if named else name) == "auto"
+        spec = self.spec.removeprefix(OURS)
+        named = re.search(r"\bdensity=([^,]*)", spec)
+        density = named[1] if named else found_by_default(spec)
+        return self.is_ours and density == "auto"
 
     def steady(self) -> Method:
         """Without the steps that a training begins with, which send more."""
