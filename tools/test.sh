@@ -43,10 +43,11 @@ cpp() {
     --parallel $((jobs + 1)) --no-tests=error --output-junit "$root/$logs/$preset.xml" "$@"
 }
 
-# A file stays with one of the workers: its tests share process groups. The largest starts first.
+# A file stays with one of the workers: its tests share process groups. conftest.py has the order.
 run_pytest() {
   timeout --foreground --kill-after=10 1800 "$python" -m pytest -q --color=no \
-    -n $((jobs < 4 ? jobs + 1 : 4)) --dist loadfile --junit-xml="$logs/python.xml" "$@"
+    -n $((jobs < 4 ? jobs + 1 : 4)) --dist loadfile --no-loadscope-reorder \
+    --junit-xml="$logs/python.xml" "$@"
 }
 
 # run_fuzz [options]: starts from the committed corpora; what it finds new stays in build/fuzz.

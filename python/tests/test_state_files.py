@@ -213,6 +213,16 @@ def test_a_set_that_one_rank_could_not_write_is_not_relied_on(tmp_path: Path) ->
     assert sorted(state_files.find(tmp_path)) == [6, 8]
 
 
+def test_another_rank_may_remove_what_this_one_looks_at(tmp_path: Path) -> None:
+    for step in (2, 4):
+        for rank in range(2):
+            leave(tmp_path, step, rank, 2)
+    seen = state_files.find(tmp_path)
+    seen[2][Place(1, 2)].unlink()
+    with mock.patch.object(state_files, "find", return_value=seen):
+        assert sorted(state_files.complete_sets(tmp_path)) == [4]
+
+
 def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
     names = [f"{Place(rank, 11).file(2)}.77.partial" for rank in (1, 10)]
     for name in names:

@@ -48,6 +48,7 @@ struct Stream {
   Clock clock = Clock(kStreams, 0);  // what its next work comes after
   int priority = 0;
   bool runs = false;
+  std::condition_variable queued, finished;  // one of its own: others need not wake
 };
 
 struct Delivery {
@@ -75,7 +76,6 @@ class Machine {
   }
 
   std::mutex mutex;
-  std::condition_variable moved;
 
   bool has(const void* memory) const {
     const auto* at = static_cast<const char*>(memory);
@@ -271,7 +271,7 @@ class Machine {
 
   void queue(Stream& stream, std::function<void()> work) {
     stream.tasks.push_back({std::move(work), ++stream.issued});
-    moved.notify_all();
+    stream.queued.notify_one();
   }
 
   void run(int number) {
@@ -280,7 +280,7 @@ class Machine {
     Stream& stream = streams_[number];
     std::unique_lock lock(mutex);
     while (true) {
-      moved.wait(lock, [&] { return !stream.tasks.empty(); });
+      stream.queued.wait(lock, [&] { return !stream.tasks.empty(); });
       Task task = std::move(stream.tasks.front());
       stream.tasks.pop_front();
       own_place = task.place;
@@ -295,13 +295,14 @@ class Machine {
       task.work = nullptr;
       lock.lock();
       stream.done = task.place;
-      moved.notify_all();
+      stream.finished.notify_all();
     }
   }
 
   void await(const Mark& mark) {
     std::unique_lock lock(mutex);
-    moved.wait(lock, [&] { return streams_[mark.stream].done >= mark.place; });
+    Stream& stream = streams_[mark.stream];
+    stream.finished.wait(lock, [&] { return stream.done >= mark.place; });
   }
 
   // The host knows that all before `clock` is done.

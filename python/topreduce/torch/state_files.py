@@ -68,11 +68,11 @@ def complete_sets(folder: Path) -> dict[int, dict[Place, Path]]:
         for ranks, shards in {(place.ranks, place.shards) for place in files}:
             wanted = [Place(r, ranks, s, shards) for r in range(ranks) for s in range(shards)]
             if all(place in files for place in wanted):
-                runs.append({place: files[place] for place in wanted})
+                run = {place: files[place] for place in wanted}
+                with contextlib.suppress(FileNotFoundError):  # another rank removes old ones
+                    runs.append((max(file.stat().st_mtime_ns for file in run.values()), run))
         if runs:
-            sets[step] = max(
-                runs, key=lambda run: max(file.stat().st_mtime_ns for file in run.values())
-            )
+            sets[step] = max(runs, key=lambda each: each[0])[1]
     return sets
 
 
