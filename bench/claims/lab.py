@@ -2,29 +2,40 @@
 
 The lab runs real processes, TCP and limited links; the simulation runs the same code, and counts
 time, with the rates, bursts and waits of the lab and the seconds that its own threads compute. In
-the lab all hosts share the cores of this machine, so each of those seconds counts hosts / cores.
-Shown is the time of a step beyond `noop`, for hosts that wait 50 ms instead of computing, and by
-how much whole steps differ. Nothing else may run meanwhile.
+the lab all hosts share the cores of this machine, for Python and the kernel's TCP too, of which the
+simulation knows nothing. So each race runs twice, with a limit and without one, and two times are
+shown beside the lab's:
+
+    simulated       = noop + what is simulated beyond the wait
+    with processors = noop + what the method takes beyond noop in the lab without a limit
+                           + (simulated with the limit - simulated without one)
+
+The first leaves those processors out; the second adds them up with the network, though they
+overlap. Hosts wait 50 ms instead of computing. Nothing else may run meanwhile.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from claim import Claim, Run
+from figure import Figure
 from network import means, simulate
 
-from topreduce.lab.network.cluster import bucket_bytes
+from topreduce.lab.network.cluster import bucket_bytes, rate_words
 from topreduce.lab.tasks.models import Workload, make_task
+from topreduce.units import parse_rate
 
-MODEL, COMPUTE, LATENCY = "gpt:1m", 0.05, 60e-6
+COMPUTE, LATENCY = 0.05, 60e-6
 METHODS = (
     "topreduce.dense",
     "topk:density=0.05,values=fp32",
@@ -32,76 +43,120 @@ METHODS = (
     "ok_topk:density=0.05,values=fp32",
     "arc_topk:density=0.2,values=fp32",
 )
+
+
+@dataclass(frozen=True)
+class Race:
+    hosts: int
+    model: str
+    rate: str
+
+    def __str__(self) -> str:
+        return f"{self.hosts} hosts, {rate_words(parse_rate(self.rate))}, {self.model}"
+
+    @property
+    def unlimited(self) -> Race:
+        return replace(self, rate="none")
+
+
 RACES = (
-    (4, "100mbit", 100e6),
-    (8, "100mbit", 100e6),
-    (4, "1gbit", 1e9),
-    (8, "1gbit", 1e9),
+    Race(4, "gpt:1m", "100mbit"),
+    Race(8, "gpt:1m", "100mbit"),
+    Race(4, "gpt:1m", "1gbit"),
+    Race(8, "gpt:1m", "1gbit"),
 )
 
 
-def race(hosts: int, rate: str, rounds: int) -> dict[str, Any]:
+def real(race: Race, rounds: int) -> dict[str, Any]:
+    """The median step of each method, and the bytes at a host's interface."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "topreduce", "lab", "race", "--model", MODEL]
-        command += ["--hosts", str(hosts), "--rate", rate, "--compute", f"{COMPUTE * 1e3:g}ms"]
-        command += ["--rounds", str(rounds), "--methods", ",".join(["noop", *METHODS])]
-        subprocess.run([*command, "--out", f"{folder}/race"], check=True, stdout=sys.stderr)
+        command = [sys.executable, "-m", "topreduce", "lab", "race", "--model", race.model]
+        command += ["--hosts", str(race.hosts), "--rate", race.rate]
+        command += ["--compute", f"{COMPUTE * 1e3:g}ms", "--rounds", str(rounds)]
+        command += ["--methods", ",".join(["noop", *METHODS]), "--out", f"{folder}/race"]
+        subprocess.run(command, check=True, stdout=sys.stderr)
         results = json.loads(Path(f"{folder}/race/results.json").read_text())
-    return {row["label"]: statistics.median(row["seconds"]) for row in results["race"]}
+    return {
+        row["label"]: {
+            "seconds": statistics.median(row["seconds"]),
+            "bytes": statistics.fmean(row["bytes_sent"]),
+        }
+        for row in results["race"]
+    }
 
 
-def simulated(label: str, hosts: int, rate: float) -> dict[str, Any]:
-    shapes = [each.shape for each in make_task(Workload(model=MODEL)).model.parameters()]
+def simulated(label: str, race: Race) -> dict[str, Any]:
+    shapes = [each.shape for each in make_task(Workload(model=race.model)).model.parameters()]
+    rate = parse_rate(race.rate) or math.inf
     steps = simulate(
         spec=label.removeprefix("topreduce."),
-        ranks=hosts,
+        ranks=race.hosts,
         rate=rate,
         latency=LATENCY,
-        burst=bucket_bytes(rate),
+        burst=0 if rate == math.inf else bucket_bytes(rate),
         shapes=",".join("x".join(map(str, shape)) for shape in shapes),
         common=0,
         compute=COMPUTE,
-        processing=max(1.0, hosts / (os.cpu_count() or 1)),
+        processing=max(1.0, race.hosts / (os.cpu_count() or 1)),
         steps=16,
         skip=6,
     )
-    return {"seconds": means(steps)["seconds"] - COMPUTE}
+    return means(steps)
 
 
 def main() -> None:
     claim = Claim("lab", __doc__ or "")
-    races = {
-        (hosts, rate): Run(
-            f"lab, {hosts} hosts, {words}",
-            lambda hosts=hosts, words=words: race(hosts, words, 2 if claim.quick else 4),
-        )
-        for hosts, words, rate in RACES
+    races = RACES[:1] if claim.quick else RACES
+    both = list(dict.fromkeys(each for race in races for each in (race, race.unlimited)))
+    labs = {
+        race: Run(f"lab, {race}", lambda race=race: real(race, 1 if claim.quick else 4))
+        for race in both
     }
     counted = {
-        (hosts, rate, label): Run(
-            f"simulated, {hosts} hosts, {words}, {label}",
-            lambda label=label, hosts=hosts, rate=rate: simulated(label, hosts, rate),
+        (race, label): Run(
+            f"simulated, {race}, {label}", lambda race=race, label=label: simulated(label, race)
         )
-        for hosts, words, rate in RACES
+        for race in both
         for label in METHODS
     }
-    found = claim.measure([*races.values(), *counted.values()])
-    rows = []
-    for hosts, words, rate in RACES:
-        if races[hosts, rate].name not in found:
+    found = claim.measure([*labs.values(), *counted.values()])
+    rows, lines = [], []
+    for race in races:
+        pair = (race, race.unlimited)
+        needed = [labs[each] for each in pair]
+        needed += [counted[each, label] for each in pair for label in METHODS]
+        if any(run.name not in found for run in needed):
             continue
-        medians = found[races[hosts, rate].name]
-        again = next(value for label, value in medians.items() if label[:5] == "noop ")
-        rows.append([f"{hosts} hosts, {words}, noop twice", f"{medians['noop'] * 1e3:.0f} ms",
-                     f"{again * 1e3:.0f} ms", ""])  # fmt: skip
+        limited, free = (found[labs[each].name] for each in pair)
+        noop, again = (row["seconds"] for label, row in limited.items() if label[:4] == "noop")
+        rows.append([str(race), "noop twice", ms(noop), ms(again), off(again, noop), "", "", ""])
+        points = []
         for label in METHODS:
-            real = medians[label] - medians["noop"]
-            here = found[counted[hosts, rate, label].name]["seconds"]
-            # Whole steps: what hides under the computing is part of neither.
-            whole = (here + medians["noop"]) / medians[label] - 1
-            rows.append([f"{hosts} hosts, {words}, {label}", f"{real * 1e3:.0f} ms",
-                         f"{here * 1e3:.0f} ms", f"{whole:+.0%}"])  # fmt: skip
-    claim.table(["", "lab, beyond noop", "simulated", "whole step, off by"], rows)
+            with_limit, without = (found[counted[each, label].name] for each in pair)
+            there = limited[label]["seconds"]
+            here = noop + with_limit["seconds"] - COMPUTE
+            busy = noop + free[label]["seconds"] - free["noop"]["seconds"]
+            busy += with_limit["seconds"] - without["seconds"]
+            points.append((there, here))
+            sent = f"{limited[label]['bytes'] / 1e6:.2f}, {with_limit['bytes'] / 1e6:.2f}"
+            rows.append([str(race), f"`{label}`", ms(there), ms(here), off(here, there), ms(busy),
+                         off(busy, there), sent])  # fmt: skip
+        lines.append((str(race), sorted(points)))
+    heads = ["", "method", "lab", "simulated", "off by", "with processors", "off by"]
+    heads.append("MB, lab and simulated")
+    claim.table(heads, rows)
+    ends = [each for _, points in lines for point in points for each in point] or [1.0]
+    same = ("straight: the same", [(end, end) for end in (min(ends), max(ends))])
+    title = "A step of the lab, and the same simulated"
+    claim.picture(Figure(title, "seconds, lab", "seconds, simulated", [*lines, same], "log", "log"))
+
+
+def ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms"
+
+
+def off(here: float, there: float) -> str:
+    return f"{here / there - 1:+.0%}"
 
 
 if __name__ == "__main__":
