@@ -1,6 +1,6 @@
 // network_bench: steps of one method on a simulated network (tests/simulated_network.h): the real
 // exchanges, real bytes, counted time. One run per call, as words key=value; prints one line of
-// JSON. `./run claims time` calls it; by hand:
+// JSON. `./run claims` calls it; by hand:
 //
 //   network_bench spec=ok_topk:density=0.01,granularity=model ranks=32 rate=1e9 latency=50e-6
 

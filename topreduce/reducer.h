@@ -82,10 +82,10 @@ class TOPREDUCE_API Reducer {
 
   /// As `add`, for memory that the caller does not need: while the backward pass goes on, what is
   /// owed is brought up to date, and this is where it can be undone from. If the step fails, zeros
-  /// are left, or nothing of use. Only then may `deliver_to` follow.
+  /// are left, or nothing of use. Only for what was lent may `deliver_to` follow.
   void lend(std::span<const std::size_t> parameters, std::span<float> gradient,
             float most = std::numeric_limits<float>::max());
-  /// Whether that is of use: else `add` is as good.
+  /// Whether lending saves anything; if not, `add` is as good.
   bool borrows() const;
   /// Between `lend` and `finish`: the means of these parameters go to `means`, one after the other,
   /// where zeros are now, instead of the place that was lent.
@@ -98,9 +98,9 @@ class TOPREDUCE_API Reducer {
   /// Goes on with exchanges whose messages have come, without waiting; `add` and `finish` do that
   /// too. Returns whether any are still under way.
   bool progress();
-  /// Seconds between two looks for messages, while gradients come, that suffice: `add` looks no
-  /// sooner, and what is ready in between travels together. From how long the last step took to
-  /// bring its gradients.
+  /// While gradients come, looking for messages once in so many seconds is enough: `add` looks no
+  /// sooner, and what is ready in between travels together. Follows from how long the gradients of
+  /// the last step took to come.
   double pace() const;
 
   /// Says of the open step, before `finish`, that this rank left parameters unused, or has
@@ -143,8 +143,8 @@ class TOPREDUCE_API Reducer {
   /// After a CommError, or when ranks come or go: what the ranks of a new group have to do to go on
   /// together. Changes nothing, unless a `rebuild` failed here that others went through with: then
   /// it is carried out now. Collective over the new ranks; std::invalid_argument on all of them if
-  /// they differ in model or settings. Then those of a rank that is on time give the caller's
-  /// parameters to those that are not, and all call `rebuild`.
+  /// they differ in model or settings. Then the caller copies its parameters from a rank that is on
+  /// time to those that are not, and all call `rebuild`.
   RebuildPlan plan_rebuild(Communicator& comm);
 
   /// Carries it out. A rank that is late commits the step that others have, with the sums that it
@@ -185,8 +185,8 @@ class TOPREDUCE_API Reducer {
   std::string choices() const;
   std::span<const float> owed() const;  ///< flat over `remembered`; empty for feedback "none"
 
-  /// Shows everything the next step depends on, for checkpoints. Not while a step is open. A number
-  /// that a visit fills in and that cannot be is std::invalid_argument; see StateVisitor::Purpose.
+  /// Shows everything the next step depends on, for checkpoints. Not while a step is open. An
+  /// impossible number that a visit fills in is std::invalid_argument; see StateVisitor::Purpose.
   void visit(StateVisitor& visitor);
 
  private:

@@ -2,6 +2,7 @@
 
 One rank, one thread, the whole model at once: the seconds of the stages look and choose, beside
 torch.topk of the magnitudes. Heavy-tailed entries; the median of some steps after the first two.
+`topk` runs twice: what the two differ by is noise (A/A).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from figure import Figure
 
 from topreduce import Communicator, Layout, Reducer, run_ranks
 
-SELECTORS = ("topk", "carried", "reused", "gaussiank", "dgc", "redsync")
+AGAIN = "topk (A/A)"
+SELECTORS = ("topk", "carried", "reused", "gaussiank", "dgc", "redsync", AGAIN)
 DENSITY = 0.001
 
 
@@ -30,7 +32,8 @@ def entries_of(n: int, seed: int) -> Any:
 def ours(select: str, n: int, steps: int = 9) -> dict[str, Any]:
     def body(comm: Communicator) -> list[float]:
         reducer = Reducer(
-            Layout([("x", (n,))]), f"topk:density={DENSITY},granularity=model,select={select}"
+            Layout([("x", (n,))]),
+            f"topk:density={DENSITY},granularity=model,select={select.removesuffix(' (A/A)')}",
         )
         gradients = [entries_of(n, seed) for seed in range(3)]
         seconds = []

@@ -1,8 +1,8 @@
 """The claims of docs/evidence.md that are quick enough to look at in every run."""
 
 import importlib
-import json
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -113,11 +113,40 @@ def test_subwords_spell_their_text(script: Callable[[str], ModuleType]) -> None:
     assert len(ids) < len("_the_other_then._there" * 6)
 
 
+NAMES = [file.stem for file in sorted((CLAIMS / "results").glob("*.json"))]
+
+
 def test_every_claim_has_its_section_results_and_figures() -> None:
     page = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
-    for results in sorted((CLAIMS / "results").glob("*.json")):
-        kept = json.loads(results.read_text(encoding="utf-8"))
-        assert kept["runs"], results.name
-        assert f"./run claims {results.stem}" in page
+    scripts = [
+        file.stem for file in CLAIMS.glob("*.py") if "    claim = Claim(" in file.read_text()
+    ]
+    assert sorted(scripts) == NAMES
+    for name in NAMES:
+        assert f"./run claims {name}" in page
     figures = set(re.findall(r"\]\((evidence/\w+\.svg)\)", page))
     assert figures == {f"evidence/{file.name}" for file in (ROOT / "docs/evidence").glob("*.svg")}
+    assert not re.search(r"<!-- (.*) -->\n+<!-- end of \1 -->", page), "a table is empty"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_kept_gives_the_tables_and_figures_of_the_page(
+    name: str,
+    script: Callable[[str], ModuleType],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.copytree(CLAIMS / "results", tmp_path / "bench/claims/results")
+    (tmp_path / "docs").mkdir()
+    page = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
+    places = re.compile(rf"(<!-- {name}(?: [^>]*)? -->\n).*?(\n<!-- end of )", re.DOTALL)
+    emptied, tables = places.subn(r"\1\2", page)
+    assert tables, "none in its place"
+    (tmp_path / "docs/evidence.md").write_text(emptied, encoding="utf-8")
+    monkeypatch.setattr(script("claim"), "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, "--draw"])
+    script(name).main()
+    assert (tmp_path / "docs/evidence.md").read_text(encoding="utf-8") == page
+    drawn = {file.name: file.read_bytes() for file in (tmp_path / "docs/evidence").iterdir()}
+    kept = (ROOT / "docs/evidence").glob(f"{name}*.svg")
+    assert drawn == {file.name: file.read_bytes() for file in kept}

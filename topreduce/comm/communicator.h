@@ -16,9 +16,9 @@
 
 namespace topreduce::comm {
 
-/// What passed through a communicator since it was made: messages, and once for a peer and a place
-/// what a frame says of it, but not the one byte of further frames, whose number is left to chance.
-/// A rank's own part does not travel.
+/// What passed through a communicator since it was made: messages and, once for each peer and
+/// place, the head of a frame, but not the one byte of further frames, whose number varies from run
+/// to run. A rank's own part does not travel.
 struct Traffic {
   std::uint64_t bytes_sent = 0;
   std::uint64_t bytes_received = 0;
@@ -34,7 +34,7 @@ struct TOPREDUCE_API Inbox {
   std::span<const std::byte> from(int rank) const;
 };
 
-/// Between looks at what nobody announces: keeps the core busy for a while, then naps.
+/// The pause between two polls: keeps the core busy for a while, then naps.
 class TOPREDUCE_API Backoff {
  public:
   using Clock = std::chrono::steady_clock;
@@ -80,12 +80,12 @@ class TOPREDUCE_API Communicator {
                     std::span<const std::byte> bytes);
   void flush();
 
-  /// How long a wait lasts for a peer of whom nothing comes: then it counts as lost, which is a
+  /// How long to wait for a peer from which nothing comes: after that it counts as lost, which is a
   /// CommError. For ever, unless a transport says otherwise. What a rank computes between its calls
   /// must take less on all ranks.
   virtual void set_timeout(std::chrono::milliseconds timeout);
 
-  /// Says that this rank waits for a message of `peer`; until it is there, losing the peer is an
+  /// Says that this rank waits for a message from `peer`; until it is there, losing the peer is an
   /// error.
   void expect(const Tag& tag, int peer) { mailbox_->expect(tag, peer); }
   std::size_t arrived(const Tag& tag) const { return mailbox_->arrived(tag); }
@@ -95,8 +95,8 @@ class TOPREDUCE_API Communicator {
   }
   void release(const Tag& tag) { mailbox_->release(tag); }
 
-  /// Takes in what has come, without waiting. Who drops this part of the program, as others may
-  /// have done, need not know of them.
+  /// Takes in what has come, without waiting. A peer that has gone on without sending what is
+  /// expected is no error yet, since this rank may drop this part of the program too.
   void poll();
   /// Before one waits: throws if what is expected will never come.
   void check_peers();
@@ -142,7 +142,7 @@ class TOPREDUCE_API Communicator {
   /// As all_reduce, by the transport's own all-reduce (MPI_Allreduce, Gloo's), which may add in any
   /// order. std::invalid_argument if it has none.
   void native_all_reduce(std::span<float> values);
-  /// One of so many values follows, which devices do among themselves.
+  /// Counts one of so many values, which devices are about to do among themselves.
   void announce_native_all_reduce(std::size_t values);
   virtual bool has_native_all_reduce() const { return false; }
 

@@ -86,13 +86,13 @@ class TOPREDUCE_API Mailbox {
   void accept(int peer, std::span<const std::byte> frame);
   /// The same for a buffer that may be kept, if another is left: a long message need not be copied.
   void accept(int peer, Bytes& frame);
-  /// Nothing more will come from `peer`, which `why`: "has left". Of several reasons the first
-  /// counts.
+  /// Nothing more will come from `peer`; `why` says what it did: "has left". Of several reasons the
+  /// first counts.
   void lose(int peer, Loss loss, const std::string& why);
   /// Peers that this rank waits for, unless they are lost.
   std::vector<int> awaited() const;
 
-  /// How long to wait for a peer of whom nothing comes; it is lost then.
+  /// How long to wait for a peer from which nothing comes; after that it is lost.
   void set_timeout(Clock::duration timeout);
 
   /// How errors call this rank, "rank 0 of 4", and the number that each rank has in them.
@@ -109,7 +109,7 @@ class TOPREDUCE_API Mailbox {
   /// Takes the last `enter` back, before `stay`.
   void leave();
 
-  /// From now on this rank waits for a message of `peer`.
+  /// From now on this rank waits for a message from `peer`.
   void expect(const Tag& tag, int peer);
   std::size_t arrived(const Tag& tag) const;
   /// One that has arrived; valid until `release`.
@@ -122,18 +122,18 @@ class TOPREDUCE_API Mailbox {
   void wait(std::uint64_t known);
   /// This rank starts to wait: what peers did not send while it computed is no silence.
   void start_waiting();
-  /// Loses the peers that this rank waits for, and of whom nothing came for too long.
+  /// Counts as lost the peers that this rank waits for and from which nothing came for too long.
   void lose_silent();
 
-  /// Throws CommError or WireError if a peer is lost of whom something is expected.
+  /// Throws CommError or WireError if a peer is lost from which something is expected.
   void check(int rank) const;
   /// Throws WireError if a peer has gone on without sending what is expected.
   void check_left(int rank) const;
-  /// From now on, and until the next `enter`, this rank waits to hear of every peer.
+  /// From now on, and until the next `enter`, this rank waits to hear from every peer.
   void expect_all();
   /// Whether a peer is at another place, or has noticed one; its frames of this epoch say so.
   bool differs() const;
-  /// Whether every peer has been heard of in this epoch.
+  /// Whether every peer has been heard from in this epoch.
   bool heard_all(int rank) const;
   /// By rank, where the peers are in this epoch, in words.
   std::string places(int rank) const;

@@ -17,7 +17,7 @@ struct MpiLimits {
   std::size_t piece = std::size_t{1} << 30;
   /// How long a wait keeps its core busy before it naps between looks.
   std::chrono::microseconds spin{100};
-  /// How long to wait for a rank of which nothing comes; see Communicator::set_timeout.
+  /// How long to wait for a rank from which nothing comes; see Communicator::set_timeout.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
 };
 
