@@ -21,6 +21,7 @@ from topreduce.torch.fsdp import local_part
 from topreduce.torch.fsdp_kind import FSDPKind
 from topreduce.torch.gradients import stored_shape
 from topreduce.torch.kinds import Kind, Parameters
+from topreduce.torch.lane import MAIN_MEMORY, Lane
 from topreduce.torch.machine_device import MachineDevice
 from topreduce.torch.machines import Levels
 from topreduce.torch.meeting import Ranks, refuse
@@ -164,7 +165,8 @@ def attach(
     surroundings.forgotten = kind.debts()
     reducer.commit_if(commit_if)
     verifier = Verifier(parameters.values(), local_part, verify_every)
-    steps = Steps(reducer, comm, surroundings, verifier, StepClock(kind.model))
+    lane = Lane(MAIN_MEMORY) if device is None else device.lane
+    steps = Steps(reducer, comm, surroundings, verifier, StepClock(kind.model), lane)
     attached = kind.start(steps, reducer, parameters, device)
     return Sync(reducer, comm, steps, attached, terms, device)
 
