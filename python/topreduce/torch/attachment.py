@@ -255,8 +255,9 @@ def _prepare(
     settings = {name: value for name, value in given.items() if value is not None}
     device = _device_of(local.values(), comm)
     if device is not None:
-        given_cap = settings.get("bucket_cap_mb")
-        cap = _or_default(given_cap, "bucket_cap_mb", method, bucket_cap_mb(layout.size))
+        whole = sum(each.numel() for each in parameters.values())
+        usual = bucket_cap_mb(whole / kind.cut_into)  # the same on all ranks, as shards may not be
+        cap = _or_default(settings.get("bucket_cap_mb"), "bucket_cap_mb", method, usual)
         settings |= {} if cap is None else {"bucket_cap_mb": cap}
         device.adder = comm.adder()
     reducer = kind.reducer(comm, layout, method, settings)
