@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import topreduce.torch
 from topreduce.lab.experiments.launch import launch
 from topreduce.lab.tasks.gpt import GPT, preset
-from topreduce.lab.tasks.models import Workload, backends, next_id_loss
+from topreduce.lab.tasks.models import Workload, backends, check_device, next_id_loss
 from topreduce.lab.tasks.text import load_text
 
 STEADY = {"density": 0.01, "warmup_steps": 0, "ramp_steps": 0}
@@ -133,6 +133,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="where the models lie, e.g. cuda")
     parser.add_argument("--backend", default="gloo", help="of the device's group, e.g. nccl")
     arguments = parser.parse_args()
+    try:
+        check_device(arguments.device, arguments.backend, arguments.ranks)
+    except ValueError as error:
+        parser.error(str(error))
     options = Options(
         arguments.blocks, arguments.steps, arguments.batch, arguments.context, arguments.device
     )

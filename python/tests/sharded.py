@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import models
 import torch
 import torch.distributed as dist
 from models import attach_at_once
@@ -63,12 +64,16 @@ class Model(nn.Module):
 
 def text(rank: int, step: int, part: int = 0) -> Tensor:
     rng = torch.Generator().manual_seed(1000 * step + 100 * part + rank)
-    return torch.randint(LETTERS, (3, 6), generator=rng)
+    return torch.randint(LETTERS, (3, 6), generator=rng).to(models.place)
+
+
+def mesh_of(replicas: int, shards: int) -> DeviceMesh:
+    return _mesh(models.place.type, replicas, shards)
 
 
 @functools.cache
-def mesh_of(replicas: int, shards: int) -> DeviceMesh:
-    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+def _mesh(kind: str, replicas: int, shards: int) -> DeviceMesh:
+    mesh = init_device_mesh(kind, (replicas, shards), mesh_dim_names=("replicate", "shard"))
     kept.extend(mesh.get_all_groups())
     return mesh
 

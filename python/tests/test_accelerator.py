@@ -6,6 +6,7 @@ test_device.py has the details; here are real DDP models in real processes.
 import contextlib
 import math
 import os
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from topreduce.lab.experiments.methods import parse_methods
 from topreduce.lab.experiments.race import RaceOptions, race_rank
-from topreduce.lab.tasks.models import Workload
+from topreduce.lab.tasks.models import Workload, check_device
 from topreduce.torch import CommError, WireError
 from topreduce.torch.device import GradientDevice
 from topreduce.torch.device_group import DeviceGroup
@@ -193,6 +194,32 @@ def test_loss_scales_and_ranks_that_run_out_of_data() -> None:
     accelerated(3).run(scaled_and_joined_there)
 
 
+def mixed_precision(rank: Rank) -> None:
+    """Autocast and a GradScaler that begins too high, as people have them: the bits of a copy."""
+    with on_device():
+        found = []
+        for how in (by_copy(), contextlib.nullcontext()):
+            run, scaler = Run(rank), torch.amp.GradScaler(name(), 2.0**26, growth_interval=3)
+            with how:
+                sync = attach_at_once(run.ddp, scaler=scaler, **TOPK)
+            for step in range(8):
+                run.optimizer.zero_grad()
+                with torch.autocast(name(), torch.float16):
+                    loss = run.ddp(text(rank.rank, step).to(models.place))
+                scaler.scale(loss).backward()
+                scaler.unscale_(run.optimizer)
+                torch.nn.utils.clip_grad_norm_(run.ddp.parameters(), 1.0)
+                scaler.step(run.optimizer)
+                scaler.update()
+            assert 8 < scaler.get_scale() < 2.0**26, "of 8 steps some went through"
+            found.append((run.digest(), digest(owed(sync)), scaler.get_scale()))
+        assert found[0] == found[1]
+
+
+def test_mixed_precision() -> None:
+    accelerated(2).run(mixed_precision)
+
+
 def use_another_default(rank: Rank) -> None:
     """torch.set_default_device("cuda") is common; "meta" stands for it."""
     with on_device():
@@ -286,9 +313,27 @@ def test_a_group_of_the_device_alone() -> None:
     accelerated(2).run(use_a_group_of_the_device_alone)
 
 
-def race(rank: Rank) -> None:
-    workload = Workload(model="gpt:0.6m", batch=1, context=16, device=name())
-    methods = parse_methods("noop,dense,topk:density=0.01")
+def test_the_suite_takes_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """./run test python -- --device cuda: its word is no file."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert pytest.Config.fromdictargs({}, ["--device", "cuda"]).getoption("--device") == "cuda"
+
+
+def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, words in ((None, "no accelerator"), (torch.device("cuda"), "4 ranks need")):
+        monkeypatch.setattr(
+            torch.accelerator, "current_accelerator", lambda found=found, **_: found
+        )
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+        with pytest.raises(ValueError, match=words):
+            check_device("cuda", "nccl", 4)
+    check_device("cuda", "nccl", 2)
+    check_device("cuda", "gloo", 4)
+
+
+def race(rank: Rank, shards: int) -> None:
+    workload = Workload(model="gpt:0.6m", batch=1, context=16, device=name(), shards=shards)
+    methods = parse_methods("noop,dense,topk:density=0.01", shards)
     options = RaceOptions(workload=workload, methods=methods, rounds=1, steps=1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     for parameters, steps, _ in race_rank(rank.rank, rank.ranks, options, lambda turn: None):
@@ -298,5 +343,6 @@ def race(rank: Rank) -> None:
     check_order()
 
 
-def test_a_race_on_the_device() -> None:
-    accelerated(2).run(race)
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_race_on_the_device(shards: int) -> None:
+    accelerated(2).run(race, shards)

@@ -16,6 +16,7 @@ from stepping import Buckets, Floats, random_buckets, run_step, same_bits, snaps
 from transport import Bytes, QueueRank, run_threads
 
 from topreduce import CommError, Communicator, Layout, Reducer, StepStats, run_ranks
+from topreduce.torch import device as device_module
 from topreduce.torch.device import GradientDevice, bucket_cap_mb
 from topreduce.torch.lane import Lane
 
@@ -338,6 +339,24 @@ def test_a_device_that_fails_leaves_itself_untouched() -> None:
         assert snapshot(reducer) == before
 
     run_ranks(1, body)
+
+
+def test_what_is_owed_travels_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch pins for it once stays pinned."""
+    device, owed = GradientDevice(torch.device("cpu")), np.arange(1000, dtype=np.float32)
+    largest = 0
+
+    def watched(lane: Lane, tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal largest
+        largest = max(largest, tensor.numel())
+        return tensor.clone()
+
+    monkeypatch.setattr(device_module, "_PIECE", 300)
+    monkeypatch.setattr(Lane, "to_host", watched)
+    monkeypatch.setattr(Lane, "to_device", watched)
+    device.write(owed)
+    assert same_bits(device.read(), owed)
+    assert largest == 300
 
 
 def test_checkpoints_fit_both() -> None:

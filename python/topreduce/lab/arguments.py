@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
-
 from topreduce.lab.experiments.methods import Method, parse_methods
 from topreduce.lab.experiments.runs import Network
 from topreduce.lab.network.cluster import Rate, parse_rates
-from topreduce.lab.tasks.models import MODELS, Workload, check_model
+from topreduce.lab.tasks.models import MODELS, Workload, check_device, check_model
 from topreduce.units import parse_seconds
 
 RACE_METHODS = "noop,dense,bf16,powersgd:1,powersgd:4,topk:density=0.01,ok_topk:density=0.01"
@@ -199,13 +197,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_device(asked: argparse.Namespace) -> None:
-    if asked.device == "cpu":
-        return
-    if asked.compute is not None:
+    if asked.device != "cpu" and asked.compute is not None:
         raise ValueError("--compute waits instead of computing: leave out --device")
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or found.type != torch.device(asked.device).type:
-        raise ValueError(f"--device {asked.device}: torch finds {found or 'no accelerator'} here")
+    check_device(asked.device, asked.backend, asked.hosts * asked.shards)
 
 
 def workload(asked: argparse.Namespace) -> Workload:

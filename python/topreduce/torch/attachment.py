@@ -21,6 +21,7 @@ from topreduce.torch.fsdp import local_part
 from topreduce.torch.fsdp_kind import FSDPKind
 from topreduce.torch.gradients import stored_shape
 from topreduce.torch.kinds import Kind, Parameters
+from topreduce.torch.lane import MAIN_MEMORY, Lane
 from topreduce.torch.machine_device import MachineDevice
 from topreduce.torch.machines import Levels
 from topreduce.torch.meeting import Ranks, refuse
@@ -166,7 +167,8 @@ def attach(
     surroundings.forgotten = kind.debts()
     reducer.commit_if(commit_if)
     verifier = Verifier(parameters.values(), local_part, verify_every)
-    steps = Steps(reducer, comm, surroundings, verifier, StepClock(kind.model))
+    lane = Lane(MAIN_MEMORY) if device is None else device.lane
+    steps = Steps(reducer, comm, surroundings, verifier, StepClock(kind.model), lane)
     attached = kind.start(steps, reducer, parameters, device)
     return Sync(reducer, comm, steps, attached, terms, device)
 
@@ -260,8 +262,9 @@ def _prepare(
     settings = {name: value for name, value in given.items() if value is not None}
     device = _device_of(local.values(), comm)
     if device is not None:
-        given_cap = settings.get("bucket_cap_mb")
-        cap = _or_default(given_cap, "bucket_cap_mb", method, bucket_cap_mb(layout.size))
+        whole = sum(each.numel() for each in parameters.values())
+        usual = bucket_cap_mb(whole / kind.cut_into)  # the same on all ranks, as shards may not be
+        cap = _or_default(settings.get("bucket_cap_mb"), "bucket_cap_mb", method, usual)
         settings |= {} if cap is None else {"bucket_cap_mb": cap}
         device.adder = comm.adder()
     reducer = kind.reducer(comm, layout, method, settings)

@@ -66,6 +66,7 @@ class DDPKind:
     """See kinds.Kind."""
 
     advice = REMEDY
+    cut_into = 1
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.model: DistributedDataParallel = ddp

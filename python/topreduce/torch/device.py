@@ -5,7 +5,6 @@ what each call must do. Only chosen entries come to main memory. Results are tho
 kernels, bit for bit.
 """
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from topreduce._core import Device
 from topreduce.torch.lane import Lane, is_foreign
+from topreduce.torch.strongest import WIDE, Above
 
 Floats = NDArray[np.float32]
 Indices = NDArray[np.uint32]
@@ -25,20 +25,13 @@ _SEEN_AS = {
     torch.float32: np.float32,
     torch.int32: np.int32,
 }
-_WIDE = 2**31  # entries that 32 bits with a sign cannot count
+_PIECE = 1 << 22  # entries of what is owed that travel at a time: torch keeps pinned memory
 _STOPS = 100  # of the device in a step, at most about so many: two for each exchange
 
 
-def bucket_cap_mb(entries: int) -> float:
+def bucket_cap_mb(entries: float) -> float:
     """The default on a device for a model of this size."""
     return max(1.0, entries * 4 / 2**20 / (_STOPS / 2 - 2))
-
-
-class _Counted(NamedTuple):
-    """What is above a floor: so many up to each entry, and to the end of each part."""
-
-    running: Tensor
-    ends: list[int]
 
 
 Question = tuple[float, tuple[int, ...]]  # a floor, and limits
@@ -85,7 +78,8 @@ class GradientDevice(Device):
         self._x = torch.empty(0, device=self.device)  # ... and what both come to, in one piece
         self._parts: list[Tensor] = []  # of the same, by parameter
         self._seen: tuple[float, float] | None = None
-        self._expected: dict[Question, _Counted | None] = {}
+        self._expected: dict[Question, None] = {}
+        self._counted: dict[Question, tuple[Above, NDArray[np.int32]]] = {}
         self._found: dict[Question, Found] = {}
         self._to_sample: tuple[list[int], int] | None = None
         self._sampled: _Sampled | None = None
@@ -119,56 +113,46 @@ class GradientDevice(Device):
             self._seen = 0.0, 0.0
         if self._seen is None:
             # What the core will ask for next comes along: one stop instead of three.
-            counted = [self._count(*question) for question in self._expected]
+            asked = {question: self._above(question) for question in self._expected}
             sample = [] if self._to_sample is None else self._every(*self._to_sample)
-            counts = [told for _, told in counted]
+            counts = [above.counts for above in asked.values()]
             seen, *brought = self._bring([self._summary(), *sample, *counts])
             if self._to_sample is not None:
                 self._sampled = _Sampled(*self._to_sample, brought[0], brought[1])
-            known = zip(self._expected, counted, brought[len(sample) :], strict=True)
-            self._expected = {
-                question: self._counted_by(question, running, told)
-                for question, (running, _), told in known
-            }
+            told = zip(asked.items(), brought[len(sample) :], strict=True)
+            self._counted = {question: (above, heard) for (question, above), heard in told}
             self._seen = float(seen[0]), float(seen[1])
         return self._seen
 
-    def strongest(self, floor: float, limits: Sequence[int]) -> tuple[Indices, Floats]:
+    def strongest(self, floor: float, limits: Sequence[int]) -> Found:
         question = floor, tuple(limits)
         if self._x.numel() == 0:
             return np.empty(0, np.uint32), np.empty(0, np.float32)
         if question not in self._found:
-            if self._expected.get(question) is None:
-                running, told = self._count(*question)
-                counted = self._counted_by(question, running, self._bring([told])[0])
-                self._expected = {question: counted}
-            self._find_expected()
+            if question not in self._counted:
+                above = self._above(question)
+                self._counted = {question: (above, self._bring([above.counts])[0])}
+            self._find_counted()
         return self._found.pop(question)
 
-    def _find_expected(self) -> None:
+    def _above(self, question: Question) -> Above:
+        floor, limits = question
+        sizes = [part.numel() for part in self._parts]
+        return Above(self._x, floor, limits, sizes, self._to_device)
+
+    def _find_counted(self) -> None:
         """Answers all questions whose counts are known, in one stop."""
-        known = [(question, each) for question, each in self._expected.items() if each is not None]
-        self._expected = {}
-        places = [self._strongest(question, each) for question, each in known]
+        counted, self._counted = self._counted, {}
+        places = [above.strongest(heard) for above, heard in counted.values()]
         values = [self._x[each] for each in places]
         if not any(each.numel() for each in places):
             empty = np.empty(0, np.uint32), np.empty(0, np.float32)
-            self._found = {question: empty for question, _ in known}
+            self._found = dict.fromkeys(counted, empty)
             return
         brought = self._bring([each.to(torch.int32) for each in places] + values)
-        for number, (question, _) in enumerate(known):
-            indices, found = brought[number], brought[len(known) + number]
+        for number, question in enumerate(counted):
+            indices, found = brought[number], brought[len(counted) + number]
             self._found[question] = indices.view(np.uint32), found
-
-    def _strongest(self, question: Question, counted: _Counted) -> Tensor:
-        """Where they are."""
-        _, limits = question
-        counts = [end - start for start, end in itertools.pairwise([0, *counted.ends])]
-        places = _first(counted.running, sum(counts))
-        if any(count > limit for count, limit in zip(counts, limits, strict=True)):
-            found = zip(_split(places, counts), limits, strict=True)
-            places = torch.cat([_cut(part, self._x, limit) for part, limit in found])
-        return places
 
     def sample(self, firsts: Sequence[int], stride: int) -> tuple[Floats, Floats]:
         sampled = self._sampled
@@ -222,12 +206,20 @@ class GradientDevice(Device):
             self._gradients[number].fill_(torch.nan)
 
     def read(self) -> Floats:
+        found = np.empty(self._owed.numel(), np.float32)
         with self.lane.behind(self.lane.mark()):
-            return self._to_host(self._owed)
+            for start in range(0, found.size, _PIECE):
+                piece = slice(start, start + _PIECE)
+                found[piece] = self._to_host(self._owed[piece])
+        return found
 
     def write(self, owed: Floats) -> None:
         with self.lane.behind(self.lane.mark()):
-            self._owed = self._to_device(owed)
+            fresh = torch.empty(owed.size, dtype=torch.float32, device=self.device)
+            for start in range(0, owed.size, _PIECE):
+                piece = slice(start, start + _PIECE)
+                fresh[piece] = self._to_device(owed[piece])
+            self._owed = fresh
 
     # ---- between the memories ------------------------------------------------------------------
 
@@ -250,27 +242,9 @@ class GradientDevice(Device):
 
     def _widened(self, indices: Tensor) -> Tensor:
         wide = indices.long()
-        return wide if self._x.numel() < _WIDE else wide.bitwise_and_(0xFFFFFFFF)
+        return wide if self._x.numel() < WIDE else wide.bitwise_and_(0xFFFFFFFF)
 
     # ---- on the device, without a stop ---------------------------------------------------------
-
-    def _count(self, floor: float, limits: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """How many entries are of magnitude >= floor up to each one, and to each part's end."""
-        dtype = torch.int32 if self._x.numel() < _WIDE else torch.int64
-        running = ((self._x >= floor) | (self._x <= -floor)).cumsum(0, dtype=dtype)
-        if len(limits) == 1:
-            return running, running[-1:].to(torch.int32)
-        lasts = np.cumsum([part.numel() for part in self._parts]) - 1
-        return running, running[self._to_device(lasts.clip(0))].to(torch.int32)
-
-    def _counted_by(self, question: Question, running: Tensor, told: NDArray[Any]) -> _Counted:
-        """What `_count` came to."""
-        _, limits = question
-        ends = told.tolist()
-        if len(limits) > 1:
-            sizes = itertools.accumulate(part.numel() for part in self._parts)
-            ends = [count if end else 0 for count, end in zip(ends, sizes, strict=True)]
-        return _Counted(running, ends)
 
     def _every(self, firsts: Sequence[int], stride: int) -> list[Tensor]:
         def every(parts: Iterable[Tensor]) -> Tensor:
@@ -301,23 +275,3 @@ def place_of(parameters: Iterable[Tensor]) -> torch.device | None:
 
 def _split(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return list(torch.split(tensor, list(sizes)))
-
-
-def _first(running: Tensor, count: int) -> Tensor:
-    """Where a running count grows for the first `count` times."""
-    numbers = torch.arange(1, count + 1, dtype=running.dtype, device=running.device)
-    return torch.searchsorted(running, numbers)
-
-
-def _cut(places: Tensor, x: Tensor, limit: int) -> Tensor:
-    """The `limit` strongest of `places` (ascending), ties to the lower one."""
-    if places.numel() <= limit:
-        return places
-    if limit == 0:
-        return places[:0]
-    magnitudes = x[places].abs()
-    weakest = magnitudes.topk(limit, sorted=False).values.min()
-    stronger, ties = magnitudes > weakest, magnitudes == weakest
-    wanted = limit - stronger.sum()
-    kept = stronger | (ties & (ties.cumsum(0) <= wanted))
-    return places[_first(kept.cumsum(0), limit)]

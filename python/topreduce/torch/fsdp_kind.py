@@ -26,6 +26,7 @@ class FSDPKind(ModuleKind):
         super().__init__(root, group)
         reshard(root)
         self._mesh = shard_mesh(root)
+        self.cut_into = self._mesh.size()
         self.grid = Grid(group, self._mesh.get_group())
         check_mesh(replicas, self.grid)
         self.shards = FSDPShards(root, self.parameters(), group.size())

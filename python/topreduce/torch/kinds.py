@@ -36,6 +36,7 @@ class Kind(Protocol):
     """One model of some kind."""
 
     advice: str  # what to do about parameters that were frozen, and are not now
+    cut_into: int  # parts of the model, one on each of so many ranks
 
     @property
     def model(self) -> torch.nn.Module:

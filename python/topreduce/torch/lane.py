@@ -44,11 +44,20 @@ class Lane:
             yield
             self._wait_for_all()
             return
+        with self.entered():
+            if mark is not None:
+                self._stream.wait_event(mark)
+            yield
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """The worker's work, behind all marks so far."""
+        if self._stream is None:
+            yield
+            return
         before = torch.accelerator.current_stream(self._device)
         torch.accelerator.set_stream(self._stream)
         try:
-            if mark is not None:
-                self._stream.wait_event(mark)
             yield
         finally:
             torch.accelerator.set_stream(before)

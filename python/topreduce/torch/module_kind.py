@@ -28,6 +28,7 @@ class ModuleKind:
     """See kinds.Kind."""
 
     advice = "detach() and attach again"
+    cut_into = 1
 
     def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup | Ranks) -> None:
         self.model = self.module = module

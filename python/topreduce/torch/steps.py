@@ -19,6 +19,7 @@ import torch
 from topreduce import CommError, DriftError, WireError
 from topreduce.torch.averager import Averager, Stats
 from topreduce.torch.clock import StepClock
+from topreduce.torch.lane import Lane
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.surroundings import Participation, Surroundings
 from topreduce.torch.verifying import Verifier
@@ -37,6 +38,7 @@ class Step:
         self.level = ""  # what it sends, in a word
         self.loss_scale: Callable[[], float] = lambda: 0.0  # not known
         self.participation = Participation()
+        self.fingerprint: Callable[[int], int | None] = lambda step: None  # of the parameters
         self.last_handed_over = 0.0  # when backward began to wait
         self.computed = self.waited = 0.0  # seconds until then, and from then on
         self.over = threading.Event()
@@ -65,7 +67,9 @@ class Steps:
         surroundings: Surroundings,
         verifier: Verifier,
         clock: StepClock,
+        lane: Lane,
     ) -> None:
+        """`lane`: of the device that the reducer uses, or of main memory."""
         self.broken: Exception | None = None  # why no further step is possible
         self.history: deque[dict[str, Any]] = deque(maxlen=_HISTORY)
         self._reducer = reducer
@@ -73,6 +77,7 @@ class Steps:
         self.surroundings = surroundings
         self.verifier = verifier
         self._clock = clock
+        self._lane = lane
         self._step = Step(None)
         self._step.over.set()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -94,6 +99,7 @@ class Steps:
         try:
             if step.in_backward:  # a rank that has joined does not hear of changes
                 step.loss_scale = self.surroundings.loss_scale()
+            step.fingerprint = self.verifier.mark()
             self.surroundings.warn()
         except Exception as error:  # a warning may be one
             step.error = self.fail(error)
@@ -177,7 +183,8 @@ class Steps:
             busy = self._reducer.progress()
 
         if step.begun and not step.over.is_set():
-            self._advance(step, look)
+            with self._lane.entered():  # exchanges may begin that had to wait for others
+                self._advance(step, look)
         return self._reducer.pace if busy else None
 
     def _advance(self, step: Step, task: Callable[[], None]) -> None:
@@ -190,7 +197,7 @@ class Steps:
                 step.begun = True
                 if step.participation != Participation():
                     self._reducer.participate(**vars(step.participation))
-                self._verify()
+                self._verify(step)
             task()
         except Exception as error:
             self._reducer.abandon()
@@ -224,8 +231,8 @@ class Steps:
         step.computed = known if began is None or began > last else last - began
         self._reducer.timed(step.computed, step.waited)
 
-    def _verify(self) -> None:
-        fingerprint = self.verifier.fingerprint(self._reducer.step)
+    def _verify(self, step: Step) -> None:
+        fingerprint = step.fingerprint(self._reducer.step)
         if fingerprint is not None:
             self._reducer.verify(fingerprint)
 

@@ -1,11 +1,13 @@
 """The drift alarm: a fingerprint of the parameters, compared over the ranks every few steps."""
 
+import contextlib
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from topreduce._core import fingerprint
+from topreduce.torch.lane import Lane, is_foreign
 
 _PIECE = 1 << 24  # bytes that come from an accelerator at a time
 
@@ -41,13 +43,25 @@ class Verifier:
         self._parameters = list(parameters)
         self._local = local
         self._every = every
+        devices = {local(each).device for each in self._parameters} if every else set()
+        self._lanes = [Lane(device) for device in devices if is_foreign(device)]
 
     def look(self) -> int:
         """A fingerprint of the parameters as they are."""
         return fingerprint_of(map(self._local, self._parameters))
 
-    def fingerprint(self, step: int) -> int | None:
-        """Of the parameters; None if this step does not compare them."""
-        if not self._every or step % self._every:
-            return None
-        return self.look()
+    def mark(self) -> Callable[[int], int | None]:
+        """Called by the thread that computes: the parameters are complete. What this returns is for
+        the worker, with the number of the step: a fingerprint, None if it does not compare them.
+        """
+        marks = [lane.mark() for lane in self._lanes]
+
+        def fingerprint_in(step: int) -> int | None:
+            if not self._every or step % self._every:
+                return None
+            with contextlib.ExitStack() as queued:
+                for lane, mark in zip(self._lanes, marks, strict=True):
+                    queued.enter_context(lane.behind(mark))
+                return self.look()
+
+        return fingerprint_in

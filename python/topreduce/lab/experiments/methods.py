@@ -104,7 +104,7 @@ class Method:
         spec = self.spec.removeprefix(OURS)
         own_seed = None if re.search(r"\bseed=", spec) else seed
         if shards > 1:
-            mesh = mesh_of(shards)
+            mesh = mesh_of(model, shards)
             attached, replicas = Attached(shard(model, mesh["shard"])), mesh["replicate"]
         else:
             attached, replicas = Attached(DistributedDataParallel(model)), None

@@ -14,16 +14,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 NATIVE = ("noop", "dense", "bf16")  # FSDP's own ways: no mean between hosts, and HSDP
 
 
-@functools.cache
-def mesh_of(shards: int) -> DeviceMesh:
+def mesh_of(model: nn.Module, shards: int) -> DeviceMesh:
     """Replicas by shards; the ranks of a host stand next to each other. Collective."""
-    hosts = dist.get_world_size() // shards
-    return init_device_mesh("cpu", (hosts, shards), mesh_dim_names=("replicate", "shard"))
+    return _mesh(next(model.parameters()).device.type, dist.get_world_size() // shards, shards)
+
+
+@functools.cache
+def _mesh(kind: str, hosts: int, shards: int) -> DeviceMesh:
+    return init_device_mesh(kind, (hosts, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def shard_natively(model: nn.Module, shards: int, name: str) -> nn.Module:
     """FSDP alone; in "noop" nobody averages between the hosts."""
-    mesh = mesh_of(shards)
+    mesh = mesh_of(model, shards)
     if name == "noop":
         return shard(model, mesh["shard"])
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if name == "bf16" else None)

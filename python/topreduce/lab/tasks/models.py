@@ -58,6 +58,21 @@ def check_model(name: str) -> None:
         own_maker(name)
 
 
+def check_device(device: str, backend: str, ranks: int) -> None:
+    """ValueError for a device that is not here, or too few of them for this backend."""
+    if device == "cpu":
+        return
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != device:
+        raise ValueError(f"--device {device}: torch finds {found or 'no accelerator'} here")
+    there = torch.accelerator.device_count()
+    if backend != "gloo" and there < ranks:
+        raise ValueError(
+            f"--backend {backend}: {ranks} ranks need a device each, and torch finds {there}; ask "
+            "for fewer ranks, or leave --backend out: Gloo lets them share"
+        )
+
+
 def backends(workload: Workload) -> str:
     """For torch.distributed.init_process_group: of main memory, and of the device."""
     device = workload.device
