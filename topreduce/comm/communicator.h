@@ -88,6 +88,7 @@ class TOPREDUCE_API Communicator {
   /// Says that this rank waits for a message from `peer`; until it is there, losing the peer is an
   /// error.
   void expect(const Tag& tag, int peer) { mailbox_->expect(tag, peer); }
+  /// How many of those that this rank waits for are here.
   std::size_t arrived(const Tag& tag) const { return mailbox_->arrived(tag); }
   /// One that has arrived, until `release`.
   std::span<const std::byte> message(const Tag& tag, int peer) const {

@@ -235,7 +235,8 @@ void Mailbox::finish_message(int peer) {
   longest_ = std::max(longest_, from.target->bytes.size());
   from.target->here = true;
   if (std::exchange(from.target->expected, false)) --from.expected;
-  ++find(from.epoch, from.tag)->count;
+  // What nobody asked for, its tag damaged perhaps, does not stand for what was.
+  if (from.target->asked) ++find(from.epoch, from.tag)->count;
 }
 
 void Mailbox::lose(int peer, Loss loss, const std::string& why) {
@@ -379,7 +380,9 @@ void Mailbox::expect_nothing() {
 
 void Mailbox::expect(const Tag& tag, int peer) {
   const std::lock_guard lock(mutex_);
-  Message& message = find_or_make(epoch_, tag).messages[at(peer)];
+  Slot& slot = find_or_make(epoch_, tag);
+  Message& message = slot.messages[at(peer)];
+  if (!std::exchange(message.asked, true) && message.here) ++slot.count;
   if (message.here || message.expected) return;
   message.expected = true;
   if (peers_[at(peer)].expected++ == 0) peers_[at(peer)].since = Clock::now();
@@ -543,7 +546,7 @@ void Mailbox::drop(Slot& slot) {
   for (std::size_t r = 0; r < peers_.size(); ++r) {
     Message& message = slot.messages[r];
     Peer& peer = peers_[r];
-    message.here = false;
+    message.here = message.asked = false;
     message.start = 0;
     spares_.give(std::move(message.bytes));
     if (std::exchange(message.expected, false)) --peer.expected;

@@ -111,6 +111,7 @@ class TOPREDUCE_API Mailbox {
 
   /// From now on this rank waits for a message from `peer`.
   void expect(const Tag& tag, int peer);
+  /// How many of the messages that were asked for, by `expect`, are here.
   std::size_t arrived(const Tag& tag) const;
   /// One that has arrived; valid until `release`.
   std::span<const std::byte> message(const Tag& tag, int peer) const;
@@ -153,13 +154,15 @@ class TOPREDUCE_API Mailbox {
   struct Message {
     Bytes bytes;
     std::size_t start = 0;  // before it, what else was in the frame
-    bool here = false, expected = false;
+    bool here = false;
+    bool asked = false;     // this rank has said that it wants it
+    bool expected = false;  // and waits for it
   };
   struct Slot {  // the messages of one tag
     bool used = false;
     std::uint32_t epoch = 0;
     Tag tag;
-    std::size_t count = 0;          // of those that are here
+    std::size_t count = 0;          // of those that are asked for and here
     std::vector<Message> messages;  // by peer
   };
   struct PeerPlace {
