@@ -365,7 +365,8 @@ TEST_P(NativeOnDevice, GivesTheBitsOfMainMemory) {
         ASSERT_EQ(got[r].stats.finite, !lost);
         ASSERT_EQ(want[r].stats.finite, !lost);
         ASSERT_EQ(got[r].stats.delivered, want[r].stats.delivered);
-        ASSERT_EQ(got[r].stats.rounds, want[r].stats.rounds);
+        // Rows that a device chooses need no word of all ranks that they are the same.
+        ASSERT_LE(got[r].stats.rounds, want[r].stats.rounds);
         ASSERT_NEAR(got[r].stats.kept_energy, want[r].stats.kept_energy, 1e-5);
         ASSERT_TRUE(lost || same_bits(got[r].gradient, want[r].gradient)) << "step " << s;
         ASSERT_EQ(got[r].state, want[r].state) << "step " << s;
