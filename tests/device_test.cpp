@@ -123,6 +123,37 @@ class PlainDevice final : public Device {
     for (const std::size_t place : sums.places) sums.values.push_back(x_[place]);
     reduce(numbers, sums.values);
   }
+  bool add_up_best(std::span<float> numbers, std::span<const Ranked> parts,
+                   std::span<const Index> picks, std::uint32_t key) override {
+    std::size_t rows = 0;
+    for (const Ranked& part : parts) rows += part.rows;
+    const std::size_t sketch = noted_.size() / rows;
+    reduce(numbers, noted_);
+    const float* sum = noted_.data();
+    std::vector<Run> runs;
+    for (const Ranked& part : parts) {
+      if (part.rows == 0) runs.push_back({part.start, part.width});
+      std::vector<std::pair<double, Index>> order;
+      for (Index row = 0; row < part.rows; ++row) {
+        double energy = 0;
+        for (std::size_t j = 0; j < sketch; ++j, ++sum) {
+          energy += static_cast<double>(*sum) * static_cast<double>(*sum);
+        }
+        order.emplace_back(-energy / part.width, row);
+      }
+      std::ranges::sort(order);
+      const std::size_t first = runs.size();
+      for (const Index place : picks.first(part.picks)) {
+        runs.push_back({part.start + order[place].second * part.width, part.width});
+      }
+      picks = picks.subspan(part.picks);
+      std::ranges::sort(runs.begin() + static_cast<std::ptrdiff_t>(first), runs.end(), {},
+                        &Run::start);
+    }
+    noted_.clear();
+    add_up({}, runs, key);
+    return true;
+  }
   float largest_sum(std::uint32_t key) override {
     float largest = 0;
     for (const float each : sums_.at(key).values) {
@@ -130,9 +161,11 @@ class PlainDevice final : public Device {
     }
     return largest;
   }
-  void bring_sums(std::uint32_t key, std::span<float> sums, std::span<float> own) override {
+  void bring_sums(std::uint32_t key, std::span<Index> places, std::span<float> sums,
+                  std::span<float> own) override {
     const Sums& kept = sums_.at(key);
     for (std::size_t i = 0; i < kept.places.size(); ++i) {
+      if (!places.empty()) places[i] = static_cast<Index>(kept.places[i]);
       sums[i] = kept.values[i];
       own[i] = x_[kept.places[i]];
     }
@@ -332,7 +365,8 @@ TEST_P(NativeOnDevice, GivesTheBitsOfMainMemory) {
         ASSERT_EQ(got[r].stats.finite, !lost);
         ASSERT_EQ(want[r].stats.finite, !lost);
         ASSERT_EQ(got[r].stats.delivered, want[r].stats.delivered);
-        ASSERT_EQ(got[r].stats.rounds, want[r].stats.rounds);
+        // Rows that a device chooses need no word of all ranks that they are the same.
+        ASSERT_LE(got[r].stats.rounds, want[r].stats.rounds);
         ASSERT_NEAR(got[r].stats.kept_energy, want[r].stats.kept_energy, 1e-5);
         ASSERT_TRUE(lost || same_bits(got[r].gradient, want[r].gradient)) << "step " << s;
         ASSERT_EQ(got[r].state, want[r].state) << "step " << s;

@@ -80,11 +80,25 @@ class TOPREDUCE_API Device {
   /// there are none, and keeps the sums under `key`, to which the calls below refer.
   virtual void add_up(std::span<float> /*numbers*/, std::span<const Run> /*runs*/,
                       std::uint32_t /*key*/) {}
+  /// Rows of `width` entries, from `start` on; without any, `width` entries that go whole.
+  struct Ranked {
+    Index start, rows, width, picks;
+  };
+  /// Adds up what was noted of the rows of `parts`, orders those of each part by the energy of
+  /// these sums, ties to the lower one, and takes as many as its `picks`, at the next places of
+  /// `picks` in that order; then does as `add_up` with these rows and what goes whole. Energies are
+  /// added up in fp64, one after the other, and divided by the width; what is not finite is
+  /// infinite. Tells whether all ranks took the same rows.
+  virtual bool add_up_best(std::span<float> /*numbers*/, std::span<const Ranked> /*parts*/,
+                           std::span<const Index> /*picks*/, std::uint32_t /*key*/) {
+    return true;
+  }
   /// The largest magnitude of these sums; NaN if there is one.
   virtual float largest_sum(std::uint32_t /*key*/) { return 0; }
-  /// These sums, and x at the same places.
-  virtual void bring_sums(std::uint32_t /*key*/, std::span<float> /*sums*/,
-                          std::span<float> /*own*/) {}
+  /// Where these sums are, in ascending order, unless that is everywhere; the sums, and x at the
+  /// same places.
+  virtual void bring_sums(std::uint32_t /*key*/, std::span<Index> /*places*/,
+                          std::span<float> /*sums*/, std::span<float> /*own*/) {}
   /// As `commit`: x was settled at their places, and their mean is sum / divisor * unit. They are
   /// forgotten.
   virtual void commit_sums(std::uint32_t /*key*/, float /*divisor*/, float /*unit*/) {}

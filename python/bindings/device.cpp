@@ -154,15 +154,32 @@ class PythonDevice : public Device {
     fill(numbers, call("add_up", view<float>(numbers.data(), numbers.size()), view<Index>(starts),
                        view<Index>(sizes), key));
   }
+  bool add_up_best(std::span<float> numbers, std::span<const Ranked> parts,
+                   std::span<const Index> picks, std::uint32_t key) override {
+    const nb::gil_scoped_acquire gil;
+    nb::list told;
+    for (const Ranked& part : parts) {
+      told.append(nb::make_tuple(part.start, part.rows, part.width, part.picks));
+    }
+    const nb::object summed = call("add_up_best", view<float>(numbers.data(), numbers.size()), told,
+                                   view<Index>(picks.data(), picks.size()), key);
+    fill(numbers, summed[0]);
+    return nb::cast<bool>(summed[1]);
+  }
   float largest_sum(std::uint32_t key) override {
     const nb::gil_scoped_acquire gil;
     return nb::cast<float>(call("largest_sum", key));
   }
-  void bring_sums(std::uint32_t key, std::span<float> sums, std::span<float> own) override {
+  void bring_sums(std::uint32_t key, std::span<Index> places, std::span<float> sums,
+                  std::span<float> own) override {
     const nb::gil_scoped_acquire gil;
     const nb::object brought = call("bring_sums", key);
-    fill(sums, brought[0]);
-    fill(own, brought[1]);
+    if (!places.empty()) {
+      const auto found = array_of<Index>(brought[0]);
+      std::copy_n(found.data(), std::min(found.size(), places.size()), places.begin());
+    }
+    fill(sums, brought[1]);
+    fill(own, brought[2]);
   }
   void commit_sums(std::uint32_t key, float divisor, float unit) override {
     const nb::gil_scoped_acquire gil;

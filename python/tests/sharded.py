@@ -95,6 +95,8 @@ class Case:
 def build(case: Case, mesh: DeviceMesh) -> FSDPModule:
     model = Model()
     case.change(model)
+    model.to(models.place)
+    model.head.weight = model.tokens.weight  # some devices of torch part them
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **case.options)
     root = fully_shard(model, mesh=mesh, **case.options)

@@ -118,10 +118,8 @@ def stay_there(rank: Rank) -> None:
             counted = fakegpu.counters()
         entries = sync.stats()["entries"]
         exchanges = 2 if "keep_dense" in settings else 1
-        assert counted["stops"] <= 2 * exchanges + 1, counted  # one for the statistics
-        # The sum of the sketches, of 4 numbers a row, is what rows are chosen by.
-        rows = 4 * 4 * sum(p.shape[0] for p in run.ddp.parameters() if p.dim() > 1)
-        assert counted["bytes_to_host"] < 200 + (rows if settings["method"] == "arc_topk" else 0)
+        assert counted["stops"] <= exchanges + 1, counted  # one for the statistics
+        assert counted["bytes_to_host"] < 200
         assert counted.get("bytes_to_device", 0) < 0.4 * 4 * entries  # directions, places
 
 

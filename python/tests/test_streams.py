@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import accelerators
+import models
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,8 +29,9 @@ def in_streams(rank: Rank, wrap: Callable[[nn.Module], nn.Module], **settings: A
         model = wrap(Chain().to(accelerators.device()))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         attach_at_once(model, **settings)
-        for step in range(5):
-            model(numbers(step)).backward()
+        batches = [numbers(step) for step in range(5)]  # a copy that waits would order everything
+        for batch in batches:
+            model(batch).backward()
             stepping.wait_stream(computing)
             with stepping:
                 optimizer.step()
@@ -60,26 +62,33 @@ class Large(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ParameterList([torch.ones(8), *(torch.ones(1 << 22) for _ in range(3))])
+        self.layers = nn.ParameterList([torch.ones(8), *(torch.ones(3 << 20) for _ in range(5))])
+        self.late = 0.0  # seconds
 
     def forward(self, x: Tensor) -> Tensor:
         first, *others = self.layers
         late = first * 1
-        late.register_hook(lambda gradient: time.sleep(0.5))
+        late.register_hook(lambda gradient: time.sleep(self.late))
         return sum(((each * x).sum() for each in others), (late * x).sum())
 
 
 def begin_late(rank: Rank) -> None:
-    """An exchange that begins when another has ended does so in the worker's stream."""
+    """An exchange that begins when others have ended does so in the worker's stream.
+
+    Those of the first rank wait for the other, and end before its backward pass does.
+    """
     with on_device():
         stream = torch.Stream(accelerators.name())
         stream.wait_stream(torch.accelerator.current_stream())
         with stream:
             model = DistributedDataParallel(Large().to(accelerators.device()), bucket_cap_mb=1)
             topreduce.torch.attach(model, "dense")
-            for step in range(2):
+            model.module.late = 1.0 if rank.rank == 0 else 0.0
+            factors = [torch.tensor(step + rank.rank).to(models.place) for step in range(2)]
+            for step, factor in enumerate(factors):
                 model.zero_grad()
-                model(torch.ones((), device=accelerators.device()) * (step + rank.rank)).backward()
+                time.sleep(0.3 * rank.rank)
+                model(factor).backward()
                 means = [each.grad[-1] for each in model.parameters()]
                 assert torch.stack(means).eq(step + 0.5).all().item()
         torch.accelerator.current_stream().wait_stream(stream)

@@ -64,6 +64,9 @@ struct Row {
 struct Work {
   Buffer<Row> rows;  // in order
   Buffer<float> sketches;
+  // If a device ranks them:
+  Buffer<Device::Ranked> parts;
+  Buffer<Index> picks;
 };
 
 Rows cut_into_rows(const Parameter& parameter, const Options& options) {
@@ -94,6 +97,16 @@ class ArcTopK final : public Exchange {
   Task run(const CompensatedGradient& compensated, const SparseVector&, const Budget& budget,
            Channel& channel, Result& result) override {
     const auto work = works_.take(channel.number());
+    if (channel.adder() != nullptr && ranked_there(compensated)) {
+      std::size_t rows = 0;
+      {
+        Stopwatch watch(channel.seconds(Stage::look));
+        note_sketches(compensated, budget);
+        rows = list_parts(compensated, budget, *work);
+      }
+      channel.reduce_best(rows * options_.sketch, work->parts, work->picks, result);
+      co_return;
+    }
     {
       Stopwatch watch(channel.seconds(Stage::look));
       sketch(compensated, budget, *work);
@@ -146,15 +159,12 @@ class ArcTopK final : public Exchange {
     for (const Segment& segment : compensated.segments()) list_rows(segment, work.rows);
     make_room(work.sketches, work.rows.size() * options_.sketch);
     work.sketches.resize(work.rows.size() * options_.sketch);
+    if (compensated.device() != nullptr) return note_sketches(compensated, budget);
     auto out = std::span(work.sketches);
     for (const Segment& segment : compensated.segments()) {
       const Rows& rows = parameters_[segment.parameter];
       if (rows.count == 0) continue;
       draw_directions(rows, budget);
-      if (compensated.device() != nullptr) {
-        compensated.device()->project(segment.start, segment.size(), rows.width, directions_);
-        continue;
-      }
       const kernels::Terms terms = compensated.terms(segment);
       const std::size_t parts = std::min(rows.count, Chunks(terms.size()).count());
       compensated.threads().for_each(parts, [&](std::size_t p) {
@@ -166,6 +176,15 @@ class ArcTopK final : public Exchange {
         }
       });
       out = out.subspan(rows.count * options_.sketch);
+    }
+  }
+
+  void note_sketches(const CompensatedGradient& compensated, const Budget& budget) {
+    for (const Segment& segment : compensated.segments()) {
+      const Rows& rows = parameters_[segment.parameter];
+      if (rows.count == 0) continue;
+      draw_directions(rows, budget);
+      compensated.device()->project(segment.start, segment.size(), rows.width, directions_);
     }
   }
 
@@ -221,7 +240,6 @@ class ArcTopK final : public Exchange {
     }
   }
 
-  // The fewest of the best rows that hold the budget, some of them exchanged for random ones.
   void choose(std::span<Row> rows, std::uint32_t first_draw, const Budget& budget) {
     if (rows.empty()) return;
     make_room(order_, rows.size());
@@ -232,29 +250,72 @@ class ArcTopK final : public Exchange {
     });
     double entries = 0;
     for (const Row& row : rows) entries += row.size;
+    const auto size_at = [&](Index place) { return rows[order_[place]].size; };
+    for (const Index place : pick(rows.size(), entries, size_at, first_draw, budget)) {
+      rows[order_[place]].chosen = true;
+    }
+  }
+
+  // Places in the order of energy: the fewest of the best rows that hold the budget, some of them
+  // exchanged for random ones.
+  template <class SizeAt>
+  std::span<const Index> pick(std::size_t rows, double entries, const SizeAt& size_at,
+                              std::uint32_t first_draw, const Budget& budget) {
+    make_room(picks_, rows);
+    picks_.resize(rows);
+    std::iota(picks_.begin(), picks_.end(), Index{0});
     const double wanted = budget.density * entries * (1 - 1e-12);  // 0.07 * 100 is above 7
     std::size_t count = 0;
     double taken = 0;
-    for (; count < order_.size() && taken < wanted; ++count) {
-      rows[order_[count]].chosen = true;
-      taken += rows[order_[count]].size;
-    }
-    if (options_.random == 0) return;
+    for (; count < rows && taken < wanted; ++count) taken += size_at(picks_[count]);
+    if (options_.random == 0) return std::span(picks_).first(count);
 
     const RandomStream stream(budget.seed, budget.step, RandomStream::Purpose::rows);
     const double drawn = options_.random * static_cast<double>(count) + stream.unit(first_draw);
-    for (auto n = static_cast<std::size_t>(drawn); n > 0; --n) {
-      Row& row = rows[order_[--count]];
-      row.chosen = false;
-      taken -= row.size;
-    }
-    for (; count < order_.size() && taken < wanted; ++count) {
-      const auto left = static_cast<std::uint32_t>(order_.size() - count);
+    for (auto n = static_cast<std::size_t>(drawn); n > 0; --n) taken -= size_at(picks_[--count]);
+    for (; count < rows && taken < wanted; ++count) {
+      const auto left = static_cast<std::uint32_t>(rows - count);
       const auto place = first_draw + 1 + static_cast<std::uint32_t>(count);
-      std::swap(order_[count], order_[count + stream.below(left, place)]);
-      rows[order_[count]].chosen = true;
-      taken += rows[order_[count]].size;
+      std::swap(picks_[count], picks_[count + stream.below(left, place)]);
+      taken += size_at(picks_[count]);
     }
+    return std::span(picks_).first(count);
+  }
+
+  // ---- the same on a device ----
+
+  // Where all rows that compete are of one size, it is known beforehand how many will be taken.
+  bool ranked_there(const CompensatedGradient& compensated) const {
+    bool any = false;
+    for (const Segment& segment : compensated.segments()) {
+      const Rows& rows = parameters_[segment.parameter];
+      if (rows.count * rows.width != (rows.count > 0 ? segment.size() : 0)) return false;
+      any |= rows.count > 0;
+    }
+    return any && options_.ranked == Ranked::tensor;
+  }
+
+  // Returns how many rows there are.
+  std::size_t list_parts(const CompensatedGradient& compensated, const Budget& budget, Work& work) {
+    std::size_t all = 0;
+    work.parts.clear();
+    work.picks.clear();
+    for (const Segment& segment : compensated.segments()) {
+      const Rows& rows = parameters_[segment.parameter];
+      const auto size = static_cast<Index>(segment.size());
+      if (rows.count == 0) {
+        if (size > 0) work.parts.push_back({segment.start, 0, size, 0});
+        continue;
+      }
+      const auto width = static_cast<Index>(rows.width);
+      const auto size_at = [&](Index) { return width; };
+      const auto picked = pick(rows.count, size, size_at, rows.first_draw, budget);
+      work.picks.insert(work.picks.end(), picked.begin(), picked.end());
+      work.parts.push_back({segment.start, static_cast<Index>(rows.count), width,
+                            static_cast<Index>(picked.size())});
+      all += rows.count;
+    }
+    return all;
   }
 
   static Fingerprint fingerprint_of_choice(std::span<const Row> rows) {
@@ -315,7 +376,7 @@ class ArcTopK final : public Exchange {
   std::vector<Rows> parameters_;
   Pool<Work> works_;
   Buffer<float> directions_;
-  Buffer<Index> order_;
+  Buffer<Index> order_, picks_;
 };
 
 }  // namespace

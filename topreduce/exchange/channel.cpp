@@ -153,6 +153,24 @@ void Channel::reduce_there(std::size_t count, Result& result) {
   if (!chosen_) expect_stamp(stamp, summed);
 }
 
+void Channel::reduce_best(std::size_t noted, std::span<const Device::Ranked> parts,
+                          std::span<const Index> picks, Result& result) {
+  Stopwatch watch(seconds(Stage::network));
+  std::size_t count = 0;
+  for (const Device::Ranked& part : parts) {
+    count += std::size_t{part.width} * (part.rows > 0 ? part.picks : 1);
+  }
+  result.key = number();
+  result.on_device = count;
+  const Stamp stamp = stamp_of(noted + count);
+  Stamp summed = stamp;
+  announce_native(stamp.size() + noted);
+  announce_native(count);
+  const bool same = adder_->add_up_best(summed, parts, picks, result.key);
+  expect_stamp(stamp, summed);
+  if (!same) throw WireError(title() + ": the ranks chose different rows");
+}
+
 void Channel::announce_native(std::size_t values) {
   if (ranks() == 1) return;
   ++stats_->rounds;

@@ -108,6 +108,9 @@ class Channel {
   void reduce_noted(std::size_t entries, std::span<float> sums);
   /// ... and for `count` entries of x at the runs, or everywhere, whose sums stay on the device.
   void reduce_there(std::size_t count, Result& result);
+  /// Both, where the device itself takes rows by the sums of `noted` values (Device::add_up_best).
+  void reduce_best(std::size_t noted, std::span<const Device::Ranked> parts,
+                   std::span<const Index> picks, Result& result);
 
   // ---- entries ----
 

@@ -11,17 +11,11 @@ void bring(Device& device, Result& result) {
   Buffer<float> own(count);
   if (result.extent == Result::Extent::whole) {
     result.dense_sum.resize(count);
-    device.bring_sums(result.key, result.dense_sum, own);
+    device.bring_sums(result.key, {}, result.dense_sum, own);
     return;
   }
   result.sum.resize(count);
-  device.bring_sums(result.key, result.sum.values, own);
-  std::size_t i = 0;
-  for (const Device::Run& run : result.runs) {
-    for (Index place = run.start; place < run.start + run.size; ++place) {
-      result.sum.indices[i++] = place;
-    }
-  }
+  device.bring_sums(result.key, result.sum.indices, result.sum.values, own);
   result.settled.assign(result.sum);
   std::ranges::copy(own, result.settled.values.begin());
 }

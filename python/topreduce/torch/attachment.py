@@ -144,7 +144,7 @@ def attach(
     comm = kind.connect(local_group, timeout if _is_valid(timeout) else kind.timeout())
     try:
         trained = (each for each in kind.model.parameters() if each.requires_grad)
-        comm.find_device_backend(kind.places()[0], place_of(trained))
+        comm.find_device_backend(kind.group, place_of(trained))
         terms = "" if scaler is None else f", scaler given{_SCALERS}"
         terms += f", verify_every={verify_every}" if verify_every else ""
         reducer, parameters, device = _prepare_together(

@@ -71,6 +71,7 @@ class DDPKind:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.model: DistributedDataParallel = ddp
         self.module: torch.nn.Module = ddp.module
+        self.group: dist.ProcessGroup | Ranks = ddp.process_group
         self._one_level = True
 
     def places(self) -> Sequence[Group]:

@@ -37,6 +37,7 @@ class Kind(Protocol):
 
     advice: str  # what to do about parameters that were frozen, and are not now
     cut_into: int  # parts of the model, one on each of so many ranks
+    group: dist.ProcessGroup | Ranks  # the ranks that average
 
     @property
     def model(self) -> torch.nn.Module:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from topreduce.torch.device import Floats, GradientDevice, Indices
+from topreduce.torch.ranking import best_rows, digits_of
 
 
 class Adder(Protocol):
@@ -72,6 +73,24 @@ class SummingDevice(GradientDevice):
         self._sums[key] = _Sums(places, summed[numbers.size :])
         return self._bring_seen(summed[: numbers.size]) if numbers.size else numbers
 
+    def add_up_best(
+        self, numbers: Floats, parts: list[tuple[int, int, int, int]], picks: Indices, key: int
+    ) -> tuple[Floats, bool]:
+        """`parts`: first entry, rows, width and how many picks of each."""
+        noted, self._noted = self._noted, []
+        summed = self._all_reduced(numbers, noted)
+        lines = np.array(parts, np.int64)
+        taken = best_rows(summed[numbers.size :], lines, picks, self._to_device)
+        own = digits_of(taken.starts)
+        together = torch.cat([own, self._x[taken.places]])
+        assert self.adder is not None
+        self.adder().all_reduce(together)
+        self._sums[key] = _Sums(taken.places, together[own.numel() :])
+        seen = together[: own.numel()]
+        same = (seen == own * seen[0]).all().to(torch.float32).view(1)
+        told = self._bring_seen(torch.cat([summed[: numbers.size], same]))
+        return told[:-1], bool(told[-1])
+
     def largest_sum(self, key: int) -> float:
         if key not in self._largest:  # those of all exchanges in one stop
             keys = [each for each in self._sums if each not in self._largest]
@@ -80,11 +99,13 @@ class SummingDevice(GradientDevice):
                 self._largest[each] = float(np.maximum(-low, high))
         return self._largest[key]
 
-    def bring_sums(self, key: int) -> tuple[Floats, Floats]:
+    def bring_sums(self, key: int) -> tuple[Indices, Floats, Floats]:
         places, sums = self._sums.pop(key)
-        own = self._x if places is None else self._x[places]
-        brought = self._bring([sums, own])
-        return brought[0], brought[1]
+        if places is None:
+            brought = self._bring([sums, self._x])
+            return np.empty(0, np.uint32), brought[0], brought[1]
+        brought = self._bring([places.to(torch.int32), sums, self._x[places]])
+        return brought[0].view(np.uint32), brought[1], brought[2]
 
     def commit_sums(self, key: int, divisor: float, unit: float) -> None:
         places, sums = self._sums.pop(key)
