@@ -113,6 +113,7 @@ void fuzz_cuts(Input input) {
   const Plain plain = read_plainly(stream);
   for (const auto& [key, bytes] : plain.messages) {
     const Tag tag{key.first, key.second};
+    mailbox.expect(tag, kPeer);
     require(mailbox.arrived(tag) == 1);
     require(std::ranges::equal(mailbox.message(tag, kPeer), bytes));
   }
