@@ -105,11 +105,13 @@ def test_a_training_with_what_a_race_found(
     words = "train --local --hosts 2 --rounds 1 --steps 3 --clock race --patience 1 --methods"
     assert lab(*words.split(), "dense,auto", *TINY, "--out", str(tmp_path)) == 0
     results = json.loads((tmp_path / "results.json").read_text())
-    found = {row["label"]: row["level"] for row in results["race"]}
-    assert found["auto"] and found["auto (first steps)"]
+    (found,) = (row for row in results["race"] if row["label"] == "auto")
+    assert found["level"] == found["levels"][-1]
+    assert len(found["first_seconds"]) > 110, "from the first step on"
     run = results["runs"][-1]
     assert run["spec"] == "auto"
     assert len(run["waited"]) == len(run["density"]) == 3
+    assert run["seconds"] == found["first_seconds"][:3]
 
 
 def test_a_training_on_the_clock_of_a_race(

@@ -518,8 +518,8 @@ def end_a_wait(rank: Rank) -> None:
         threading.Timer(0.3, comm.interrupt, ["is not needed any more"]).start()
         with pytest.raises(CommError, match="rank 1 is not needed any more"):
             comm.barrier()
-        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
         again = connect()
+        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
             again.barrier()
     else:
