@@ -63,7 +63,7 @@ run_fuzz() {
 }
 
 fuzz() {
-  build fuzz && step 'fuzz: 4 x 10 s' fuzz run_fuzz -max_total_time=10
+  build fuzz && step 'fuzz: 4 x 5 s' fuzz run_fuzz -max_total_time=5
 }
 
 # part <name> <command ...>: runs it, and leaves its name, verdict, seconds and numbers of passed and
