@@ -11,6 +11,7 @@ import importlib
 import inspect
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -118,6 +119,8 @@ def _grace() -> float:
 
 def _serve(rank: Rank, port: int, line: Connection, accelerated: bool) -> None:
     torch.set_num_threads(1)
+    # The lab may have started the process that forks, and holds Ctrl-C back while it does.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if os.environ.get(NAIVE):
         importlib.import_module("topreduce.torch").attach = importlib.import_module("naive").attach
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
