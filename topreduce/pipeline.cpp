@@ -237,7 +237,7 @@ bool Pipeline::works_on(const Device& device) const {
 tuning::Level Pipeline::level_at(std::uint64_t step) const {
   if (rule == Rule::replayed) return replay.at(step);
   if (rule == Rule::found) {
-    if (search.most_bytes > 0) return {least_density, values};  // up from there, never above it
+    if (search.most_bytes > 0) return {least_density, values};  // up from there
     return {warmup_steps + ramp_steps > 0 ? 1 : density, values};
   }
   if (step < warmup_steps) return {1, values};

@@ -234,17 +234,20 @@ void DensityController::settle(std::size_t rung) {
   if (rung != rung_) move_to(rung);
 }
 
+// By the processor too, and by what may be sent.
+double DensityController::limited(double factor, const Measurement& taken) const {
+  factor = std::min(factor, by_processor(taken));
+  const bool budget = options_.most_bytes > 0 && taken.bytes > 0;
+  return budget ? std::min(factor, options_.most_bytes / taken.bytes) : factor;
+}
+
 // How many times as many bytes there is time for. What exchanges can use before the last gradient
 // comes, and what may be waited, is the room. Work grows no faster than the bytes.
 double DensityController::factor_up(const Measurement& taken) const {
   const double room = taken.overlap + allowed(taken);
   double factor = kMostUp;
   if (taken.exchanging * kMostUp > room) factor = kOfTheRoom * room / taken.exchanging;
-  factor = std::min(factor, by_processor(taken));
-  if (options_.most_bytes > 0 && taken.bytes > 0) {
-    factor = std::min(factor, options_.most_bytes / taken.bytes);
-  }
-  return factor;
+  return limited(factor, taken);
 }
 
 // What was too long would have taken so many bytes of the exchange.
@@ -252,11 +255,7 @@ double DensityController::factor_down(const Measurement& taken) const {
   double factor = 1;
   const double too_long = taken.waited - allowed(taken);
   if (too_long > 0) factor = taken.exchanging > 0 ? 1 - too_long / taken.exchanging : kLeastDown;
-  factor = std::min(factor, by_processor(taken));
-  if (options_.most_bytes > 0 && taken.bytes > 0) {
-    factor = std::min(factor, options_.most_bytes / taken.bytes);
-  }
-  return factor;
+  return limited(factor, taken);
 }
 
 void DensityController::go_up(const Measurement& taken) {

@@ -77,6 +77,7 @@ class TOPREDUCE_API DensityController {
   void go_up(const Measurement& taken);
   void go_down(const Measurement& taken, double least = 0);
   void remember(std::size_t rung, const Measurement& taken);
+  double limited(double factor, const Measurement& taken) const;
   double factor_up(const Measurement& taken) const;
   double factor_down(const Measurement& taken) const;
   bool fits(const Measurement& taken) const;
