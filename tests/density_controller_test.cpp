@@ -46,6 +46,7 @@ struct Hosts {
   double work = 0, work_per_byte = 0;  // seconds of a processor
   double slowdown = 0;                 // seconds of computing that a second of work costs
   double seen = 1;                     // of an exchange, at least, by the rank that comes last
+  double hiccup = 0;                   // seconds, the mean of what else ends a step late
 
   Measurement step(double bytes, std::mt19937& random) const {
     std::exponential_distribution<double> tail(1);
@@ -56,7 +57,8 @@ struct Hosts {
     const double busy = disturbed(bytes / rate + latency);
     const double exposed = std::max(busy - overlap, busy / buckets);
     const double shortest = busy * std::uniform_real_distribution<double>(seen, 1)(random);
-    return {computed / 3 + backward, exposed + disturbed(end), shortest, overlap, bytes, worked};
+    const double waited = exposed + disturbed(end) + hiccup * tail(random);
+    return {computed / 3 + backward, waited, shortest, overlap, bytes, worked};
   }
   /// How much longer a step takes, beside one without any exchange.
   double cost(double bytes) const {
@@ -319,6 +321,27 @@ TEST(DensityController, HoldsStillWhereTimesScatter) {
     EXPECT_LE(cost, 0.1) << "a lowest density costs 0.03";
     EXPECT_GE(cost, 0.06) << "no less than need be";
     EXPECT_LE(run.moves(100), 8) << "it tries others now and then";
+  }
+}
+
+// As a small model on busy hosts: a step is short, and single ones wait far longer than others.
+TEST(DensityController, DoesNotWanderWhereSingleStepsWaitLong) {
+  const Hosts hosts{.computed = 0.075,
+                    .rate = 200 * kMbit,
+                    .end = 1e-3,
+                    .noise = 0.05,
+                    .work = 2e-3,
+                    .work_per_byte = 8e-9,
+                    .slowdown = 0.8,
+                    .hiccup = 1.2e-3};
+  for (unsigned seed = 1; seed <= 20; ++seed) {
+    SCOPED_TRACE(seed);
+    Training run({}, seed);
+    run.steps(hosts, 600);
+    std::vector<std::size_t> last(run.visited.end() - 500, run.visited.end());
+    EXPECT_LE(run.moves(500), 16);
+    std::ranges::sort(last);
+    EXPECT_LE(last[450] - last[50], 8u) << "an octave";
   }
 }
 

@@ -22,13 +22,16 @@ constexpr double kFarTooLong = 2;  // times what is allowed: one look is enough
 constexpr double kMostUpInRamp = 2, kLeastDownInRamp = 0.5;
 
 // Holding still.
-constexpr std::size_t kMedian = 5;        // steps
-constexpr double kTooLong = 1.3;          // times what is allowed ...
-constexpr double kTooLongBeside = 0.005;  // ... and this part of a step
-constexpr double kQuicker = 0.5;          // exchanges, times the usual
-constexpr double kMatters = 0.25;         // of the room: what exchanges take, to be looked at
-constexpr double kLonger = 1.25;          // computing, times the usual
-constexpr std::uint64_t kFirstPatience = 100, kLongestPatience = 1024;  // steps until another try
+constexpr std::size_t kMedian = 5;  // steps
+constexpr double kChanged = 2;      // times what is allowed, in the median: search anew
+constexpr double kTooLong = 1.3;    // the same over all looks: a little less will do ...
+constexpr double kLeastLess = 0.7;  // ... no fewer bytes than this share
+constexpr double kBesides = 0.005;  // of a step, for both
+constexpr double kQuicker = 0.5;    // exchanges, times the usual
+constexpr double kMatters = 0.25;   // of the room: what exchanges take, to be looked at
+constexpr double kLonger = 1.25;    // computing, times the usual
+constexpr std::uint64_t kFirstPatience = 100, kLongestPatience = 1024;  // steps until a probe
+constexpr double kMostUpInProbe = 1.4;
 
 // Going up and down: factors of bytes.
 constexpr double kLeastUp = 1.1, kMostUp = 4, kLeastDown = 1.0 / 32, kMostDown = 0.9;
@@ -94,6 +97,7 @@ void DensityController::note(std::uint64_t step, const Level& used, const Measur
   if (looks_.size() == kMostLooks) looks_.erase(looks_.begin());
   looks_.push_back(taken);
   if (state_ == State::ramp) return follow_ramp();
+  if (state_ == State::probe) return probe();
   state_ == State::search ? search() : hold();
 }
 
@@ -369,46 +373,58 @@ void DensityController::search() {
   from_good ? go_up(known) : go_down(known);
 }
 
+// Whether a step takes longer than it may, by this factor, or sends more.
+bool DensityController::exceeds(double factor, const Measurement& taken) const {
+  const double beside = kBesides * (taken.computed + taken.waited);
+  if (options_.most_bytes > 0 && taken.bytes > options_.most_bytes * (1 + overhead_)) return true;
+  return taken.waited > factor * allowed(taken) + beside ||
+         taken.waited + slowed(taken) > factor * allowed_in_all(taken) + beside;
+}
+
 void DensityController::hold() {
   ++held_;
-  if (looks_.size() < 3) return;
+  if (looks_.size() < kMedian) return;
   const Measurement recent = median_of_last(kMedian);
-  if (!usual_ && looks_.size() == kMostLooks) usual_ = median_of_last(kMostLooks);
-  const bool too_many =
-      options_.most_bytes > 0 && recent.bytes > options_.most_bytes * (1 + overhead_);
-  const double beside = kTooLongBeside * (recent.computed + recent.waited);
-  const bool too_long =
-      looks_.size() >= kMedian &&
-      (recent.waited > kTooLong * allowed(recent) + beside ||
-       recent.waited + slowed(recent) > kTooLong * allowed_in_all(recent) + beside);
-  if ((too_long || too_many) && rung_ > 0) {
+  if (exceeds(kChanged, recent) && rung_ > 0) {
     patience_ = kFirstPatience;
     look_for(&recent);
     slower_ = recent;
     bad_ = rung_;
     return go_down(recent, kLeastFromHold);
   }
-  if (!usual_ || rung_ + 1 == ladder_.size()) return;
-  const bool matters = usual_->exchanging > kMatters * (usual_->overlap + allowed(*usual_));
-  const bool quicker = matters && looks_.size() == kMostLooks &&
-                       median_of_last(kMostLooks).exchanging < kQuicker * usual_->exchanging;
-  const bool longer = recent.computed > kLonger * usual_->computed;
-  if ((quicker || longer) && fits(recent)) {
+  if (looks_.size() < kMostLooks) return;
+  const Measurement all = median_of_last(kMostLooks);
+  if (exceeds(kTooLong, all) && rung_ > 0) {
     patience_ = kFirstPatience;
-    look_for(&recent);
-    return go_up(recent);
+    const double less = std::clamp(factor_down(all), kLeastLess, kMostDown);
+    return settle(std::min(rung_with(ladder_[rung_].bytes * less), rung_ - 1));
   }
-  if (recent.exchanging * kQuicker > usual_->exchanging ||
-      recent.computed * kLonger < usual_->computed) {
-    usual_ = recent;
+  if (!usual_) usual_ = all;
+  if (rung_ + 1 == ladder_.size()) return;
+  const bool matters = usual_->exchanging > kMatters * (usual_->overlap + allowed(*usual_));
+  const bool quicker = matters && all.exchanging < kQuicker * usual_->exchanging;
+  const bool longer = all.computed > kLonger * usual_->computed;
+  if ((quicker || longer) && fits(all)) {
+    patience_ = kFirstPatience;
+    look_for(&all);
+    return go_up(all);
   }
-  if (held_ < patience_ || !fits(recent)) return;
-  patience_ = std::min(2 * patience_, kLongestPatience);
-  const double floor = floor_;
-  look_for(&recent);
-  floor_ = floor;
-  sort_out();
-  move_to(rung_ + 1);
+  if (all.exchanging * kQuicker > usual_->exchanging || all.computed * kLonger < usual_->computed) {
+    usual_ = all;
+  }
+  if (held_ < patience_ || !fits(all)) return;
+  state_ = State::probe;
+  held_rung_ = rung_;
+  const double more = std::clamp(factor_up(all), 1.0, kMostUpInProbe);
+  move_to(std::max(rung_with(ladder_[rung_].bytes * more), rung_ + 1));
+}
+
+// A look at a higher rung: it stays if that will do as well.
+void DensityController::probe() {
+  if (looks_.size() < kEnough) return;
+  const bool better = fits(median_of_last(kEnough));
+  patience_ = better ? kFirstPatience : std::min(2 * patience_, kLongestPatience);
+  settle(better ? rung_ : held_rung_);
 }
 
 void DensityController::resume(const Level& level, bool settled) {

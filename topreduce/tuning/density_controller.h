@@ -24,9 +24,10 @@ struct Rung {
 /// was quick enough and one that was not the search goes on until they are neighbours, or nearly.
 /// Where cores are shared, the exchange also slows the computing down. How much of its work does so
 /// is told by rungs with more and less of it; what it costs in all is limited as well.
-/// Then it holds still: it moves again if the median of several steps waits too long, if exchanges
-/// or the computing take clearly another time than when it settled, and, ever more rarely, to see
-/// if the next rung will do after all.
+/// Then it holds still. If steps wait a little too long, in the median of many, it goes down a
+/// little; a new search begins only if they wait far too long, or if exchanges or the computing
+/// take clearly another time than when it settled. Ever more rarely it looks if a higher rung will
+/// do after all.
 ///
 /// A training begins high: early steps are worth most. In its first steps more may be waited, and
 /// ever less during the ramp; rungs follow that, without a search.
@@ -50,19 +51,21 @@ class TOPREDUCE_API DensityController {
   /// What step number `step` took, made with level `used`.
   void note(std::uint64_t step, const Level& used, const Measurement& taken);
 
-  bool settled() const { return state_ == State::hold; }
+  bool settled() const { return state_ == State::hold || state_ == State::probe; }
   /// Goes on at the rung nearest to `level`; `settled`: without a search.
   void resume(const Level& level, bool settled);
   /// In words, why this level.
   std::string reason() const;
 
  private:
-  enum class State { ramp, search, hold };
+  enum class State { ramp, search, hold, probe };
 
   double overhead_at(std::uint64_t step) const;
   void follow_ramp();
   void search();
   void hold();
+  void probe();
+  bool exceeds(double factor, const Measurement& taken) const;
   void learn_processor();
   void sort_out();
   double slowed(const Measurement& taken) const;
@@ -108,6 +111,7 @@ class TOPREDUCE_API DensityController {
   std::optional<Measurement> slower_;  // what was measured on the last rung that was too slow
   std::optional<Measurement> usual_;   // what was measured when it settled
   std::uint64_t held_ = 0, patience_;
+  std::size_t held_rung_ = 0;  // before a probe
 };
 
 }  // namespace topreduce::tuning
