@@ -345,6 +345,21 @@ TEST(DensityController, DoesNotWanderWhereSingleStepsWaitLong) {
   }
 }
 
+TEST(DensityController, ComesBackAfterSomeSlowSteps) {
+  const Hosts hosts{.rate = 100 * kMbit};
+  Hosts slower = hosts;
+  slower.end = 0.022;
+  Training run;
+  run.steps(hosts, 60);
+  const std::size_t before = run.rung();
+  run.steps(slower, 12);
+  EXPECT_LT(run.rung(), before);
+  EXPECT_GE(run.rung() + 5, before) << "a little less, and no search";
+  run.steps(hosts, 70);
+  EXPECT_GE(run.rung() + 1, before);
+  EXPECT_LE(run.rung(), before + 1);
+}
+
 // Even the least costs too much: then what is beyond that is limited.
 TEST(DensityController, WhatCannotBeSavedIsGiven) {
   const Hosts hosts{.rate = 1000 * kMbit, .work = 30e-3, .work_per_byte = 16e-9, .slowdown = 1};

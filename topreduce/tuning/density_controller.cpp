@@ -30,7 +30,8 @@ constexpr double kBesides = 0.005;  // of a step, for both
 constexpr double kQuicker = 0.5;    // exchanges, times the usual
 constexpr double kMatters = 0.25;   // of the room: what exchanges take, to be looked at
 constexpr double kLonger = 1.25;    // computing, times the usual
-constexpr std::uint64_t kFirstPatience = 100, kLongestPatience = 1024;  // steps until a probe
+constexpr std::uint64_t kFirstPatience = 100, kLongestPatience = 1024;  // steps until a probe ...
+constexpr std::uint64_t kPatienceBelow = 25;  // ... where it was higher before
 constexpr double kMostUpInProbe = 1.4;
 
 // Going up and down: factors of bytes.
@@ -395,7 +396,7 @@ void DensityController::hold() {
   if (looks_.size() < kMostLooks) return;
   const Measurement all = median_of_last(kMostLooks);
   if (exceeds(kTooLong, all) && rung_ > 0) {
-    patience_ = kFirstPatience;
+    patience_ = kPatienceBelow;
     const double less = std::clamp(factor_down(all), kLeastLess, kMostDown);
     return settle(std::min(rung_with(ladder_[rung_].bytes * less), rung_ - 1));
   }
@@ -423,7 +424,7 @@ void DensityController::hold() {
 void DensityController::probe() {
   if (looks_.size() < kEnough) return;
   const bool better = fits(median_of_last(kEnough));
-  patience_ = better ? kFirstPatience : std::min(2 * patience_, kLongestPatience);
+  if (!better) patience_ = std::min(2 * patience_, kLongestPatience);
   settle(better ? rung_ : held_rung_);
 }
 
