@@ -111,9 +111,11 @@ double DensityController::allowed(const Measurement& taken) const {
   return std::max(share_of(taken), floor_);
 }
 
-bool DensityController::fits(const Measurement& taken) const {
-  if (options_.most_bytes > 0 && taken.bytes > options_.most_bytes) return false;
-  return taken.waited <= allowed(taken) && fits_processor(taken);
+// What a step takes, as a part of what it may.
+double DensityController::cost(const Measurement& taken) const {
+  const double bytes = options_.most_bytes > 0 ? taken.bytes / options_.most_bytes : 0;
+  return std::max({taken.waited / allowed(taken),
+                   (taken.waited + slowed(taken)) / allowed_in_all(taken), bytes});
 }
 
 // Seconds of computing that the work for the bytes adds.
@@ -123,10 +125,6 @@ double DensityController::slowed(const Measurement& taken) const {
 
 double DensityController::allowed_in_all(const Measurement& taken) const {
   return floor_ + kInAll * share_of(taken);
-}
-
-bool DensityController::fits_processor(const Measurement& taken) const {
-  return taken.waited + slowed(taken) <= allowed_in_all(taken);
 }
 
 // How many times as many bytes the processor allows. Of the waiting, what the exchange took beyond
@@ -265,14 +263,14 @@ double DensityController::factor_down(const Measurement& taken) const {
 
 void DensityController::go_up(const Measurement& taken) {
   const double bytes = ladder_[rung_].bytes * std::clamp(factor_up(taken), kLeastUp, kMostUp);
-  try_next(std::max(rung_with(bytes), rung_ + stride_));
+  move_to(std::min(std::max(rung_with(bytes), rung_ + stride_), ladder_.size() - 1));
   stride_ *= 2;
 }
 
 void DensityController::go_down(const Measurement& taken, double least) {
   const double factor = std::clamp(factor_down(taken), std::max(least, kLeastDown), kMostDown);
   stride_ = 1;
-  try_next(std::min(rung_with(ladder_[rung_].bytes * factor), rung_ - 1));
+  move_to(std::min(rung_with(ladder_[rung_].bytes * factor), rung_ - 1));
 }
 
 // To what the last looks say would take as long as it may, up or down. Everything in finer formats
@@ -322,15 +320,6 @@ std::size_t DensityController::rung_sent(const Measurement& taken) const {
   return std::min(rung_with(taken.bytes / usual), rung_);
 }
 
-// Not too near to what is known: where the bytes tell nothing, halves of what is left.
-void DensityController::try_next(std::size_t rung) {
-  if (good_ && bad_) {
-    const std::size_t between = *bad_ - *good_, margin = between / 5;
-    if (rung <= *good_ + margin || rung + margin >= *bad_) rung = *good_ + between / 2;
-  }
-  move_to(std::min(rung, ladder_.size() - 1));
-}
-
 void DensityController::search() {
   if (looks_.size() < 2) return;
   if (looks_.size() == 2 && fits(looks_[0]) != fits(looks_[1])) return;
@@ -365,13 +354,10 @@ void DensityController::search() {
   if (!good_ && bad_ == 0) return settle(0);
   if (good_ == ladder_.size() - 1) return settle(*good_);
   if (good_ && bad_ && *bad_ - *good_ <= kNear) return settle(*good_);
-  // From the nearest rung that is known.
-  const bool from_good = good_ && (!bad_ || sent == *good_);
-  const std::size_t from = from_good ? *good_ : *bad_;
-  const auto visit = std::ranges::find(visits_, from, &Visit::rung);
-  const Measurement known = visit->taken;
-  rung_ = from;
-  from_good ? go_up(known) : go_down(known);
+  if (good_ && bad_) return move_to((*good_ + *bad_ + 1) / 2);
+  rung_ = good_ ? *good_ : *bad_;
+  const Measurement known = std::ranges::find(visits_, rung_, &Visit::rung)->taken;
+  good_ ? go_up(known) : go_down(known);
 }
 
 // Whether a step takes longer than it may, by this factor, or sends more.

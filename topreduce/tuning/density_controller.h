@@ -21,7 +21,7 @@ struct Rung {
 ///
 /// Each rung is tried for a few steps. Where to go next is told by the bytes: what is exchanged
 /// while gradients are computed is free, and what exceeds that is waited for. Between a rung that
-/// was quick enough and one that was not the search goes on until they are neighbours, or nearly.
+/// was quick enough and one that was not it halves, until they are neighbours, or nearly.
 /// Where cores are shared, the exchange also slows the computing down. How much of its work does so
 /// is told by rungs with more and less of it; what it costs in all is limited as well.
 /// Then it holds still. If steps wait a little too long, in the median of many, it goes down a
@@ -71,19 +71,18 @@ class TOPREDUCE_API DensityController {
   double slowed(const Measurement& taken) const;
   double by_processor(const Measurement& taken) const;
   double allowed_in_all(const Measurement& taken) const;
-  bool fits_processor(const Measurement& taken) const;
   std::size_t rung_sent(const Measurement& taken) const;
   void settle(std::size_t rung);
   void look_for(const Measurement* held);
   void move_to(std::size_t rung);
-  void try_next(std::size_t rung);
   void go_up(const Measurement& taken);
   void go_down(const Measurement& taken, double least = 0);
   void remember(std::size_t rung, const Measurement& taken);
   double limited(double factor, const Measurement& taken) const;
   double factor_up(const Measurement& taken) const;
   double factor_down(const Measurement& taken) const;
-  bool fits(const Measurement& taken) const;
+  double cost(const Measurement& taken) const;
+  bool fits(const Measurement& taken) const { return cost(taken) <= 1; }
   double share_of(const Measurement& taken) const;
   double allowed(const Measurement& taken) const;
   std::size_t rung_with(double bytes) const;
