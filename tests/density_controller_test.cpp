@@ -311,17 +311,21 @@ TEST(DensityController, HoldsStillWhereTimesScatter) {
       .noise = 0.05, .work = 9e-3, .work_per_byte = 8e-9, .slowdown = 0.8, .seen = 0.1};
   Hosts quiet = hosts;
   quiet.noise = 0;
-  for (unsigned seed = 1; seed <= 20; ++seed) {
+  constexpr unsigned kSeeds = 20;
+  double mean = 0;
+  for (unsigned seed = 1; seed <= kSeeds; ++seed) {
     SCOPED_TRACE(seed);
     Training run({}, seed);
     run.steps(hosts, 200);
     std::vector<std::size_t> last(run.visited.end() - 100, run.visited.end());
     std::ranges::sort(last);
     const double cost = quiet.cost(run.rungs[last[50]].bytes);
-    EXPECT_LE(cost, 0.1) << "a lowest density costs 0.03";
+    EXPECT_LE(cost, 0.11) << "a lowest density costs 0.03";
     EXPECT_GE(cost, 0.06) << "no less than need be";
     EXPECT_LE(run.moves(100), 8) << "it tries others now and then";
+    mean += cost / kSeeds;
   }
+  EXPECT_LE(mean, 0.09);
 }
 
 // As a small model on busy hosts: a step is short, and single ones wait far longer than others.

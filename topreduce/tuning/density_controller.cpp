@@ -24,7 +24,7 @@ constexpr double kMostUpInRamp = 2, kLeastDownInRamp = 0.5;
 // Holding still.
 constexpr std::size_t kMedian = 5;  // steps
 constexpr double kChanged = 2;      // times what is allowed, in the median: search anew
-constexpr double kTooLong = 1.3;    // the same over all looks: a little less will do ...
+constexpr double kTooLong = 1.2;    // the same over all looks: a little less will do ...
 constexpr double kLeastLess = 0.7;  // ... no fewer bytes than this share
 constexpr double kBesides = 0.005;  // of a step, for both
 constexpr double kQuicker = 0.5;    // exchanges, times the usual
