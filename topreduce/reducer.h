@@ -80,9 +80,9 @@ class TOPREDUCE_API Reducer {
   /// not looked at again. Not for gradients on a device.
   void relocate(std::span<const std::size_t> parameters, std::span<float> gradient);
 
-  /// As `add`, for memory that the caller does not need: while the backward pass goes on, what is
-  /// owed is brought up to date, and this is where it can be undone from. If the step fails, zeros
-  /// are left, or nothing of use. Only for what was lent may `deliver_to` follow.
+  /// As `add`, for memory that the caller does not need. What is owed is then updated while the
+  /// backward pass goes on; its old values are kept in this memory, in case the step fails. After a
+  /// step that failed it holds zeros, or nothing of use. `deliver_to` is for lent memory alone.
   void lend(std::span<const std::size_t> parameters, std::span<float> gradient,
             float most = std::numeric_limits<float>::max());
   /// Whether lending saves anything; if not, `add` is as good.

@@ -22,7 +22,7 @@ _SECTIONS: list[tuple[str, list[tuple[str, str, tuple[str, ...]]]]] = [
         [
             ("torch/attachment.py", "attach", ()),
             ("torch/sync.py", "Sync", ()),
-            ("torch/meeting.py", "Ranks", ()),
+            ("torch/meeting.py", "Ranks", ("__init__", "alone", "rank", "size")),
             ("torch/rebuilding.py", "Rebuilt", ()),
             ("torch/resharding.py", "reshard", ()),
             ("torch/lightning.py", "TopreduceStrategy", ("__init__",)),
@@ -79,19 +79,21 @@ def _lines() -> Iterator[str]:
     for title, entries in _SECTIONS:
         yield f"## {title}\n"
         for file, name, members in entries:
-            yield from _entry(_find(file, name), _MODULES.get(file, title), members)
+            source = (files("topreduce") / file).read_text(encoding="utf-8")
+            yield f"### {_MODULES.get(file, title)}.{name}\n"
+            yield from _entry(_find(source, name), source.splitlines(), members)
 
 
-def _find(file: str, name: str) -> ast.ClassDef | Function:
-    source = (files("topreduce") / file).read_text(encoding="utf-8")
+def _find(source: str, name: str) -> ast.ClassDef | Function:
     for node in ast.parse(source).body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             return node
-    raise LookupError(f"{file} has no {name}")
+    raise LookupError(f"there is no {name}")
 
 
-def _entry(node: ast.ClassDef | Function, where: str, members: tuple[str, ...]) -> Iterator[str]:
-    yield f"### {where}.{node.name}\n"
+def _entry(
+    node: ast.ClassDef | Function, source: list[str], members: tuple[str, ...]
+) -> Iterator[str]:
     if not isinstance(node, ast.ClassDef):
         yield from _function(node)
         return
@@ -99,7 +101,7 @@ def _entry(node: ast.ClassDef | Function, where: str, members: tuple[str, ...]) 
     fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
     if fields:
         yield "```py"
-        yield from (ast.unparse(each) for each in fields)
+        yield from (source[each.lineno - 1].strip() for each in fields)  # with their comments
         yield "```\n"
     for each in node.body:
         if isinstance(each, ast.FunctionDef) and _is_shown(each, members):
@@ -111,9 +113,7 @@ def _is_shown(node: ast.FunctionDef, members: tuple[str, ...]) -> bool:
         return False
     if members:
         return node.name in members
-    return not node.name.startswith("_") or (
-        node.name == "__init__" and ast.get_docstring(node) is not None
-    )
+    return not node.name.startswith("_")
 
 
 def _function(node: Function) -> Iterator[str]:
@@ -130,7 +130,7 @@ def _function(node: Function) -> Iterator[str]:
 
 def _signature(node: Function, returns: str) -> Iterator[str]:
     arguments = node.args
-    arguments.args = [each for each in arguments.args if each.arg != "self"]
+    arguments.args = [each for each in arguments.args if each.arg not in ("self", "cls")]
     arguments.posonlyargs = [each for each in arguments.posonlyargs if each.arg != "self"]
     words = ast.unparse(arguments).removeprefix("/, ")
     line = f"{node.name}({words}){returns}"

@@ -1,4 +1,4 @@
-"""Puts a training of the lab into README.md: the picture docs/loss.svg, and the table.
+"""Puts a training of the lab into README.md: the table, and the picture docs/loss.svg it shows.
 
 .venv/bin/python docs/site/readme.py results/.../results.json
 
@@ -18,14 +18,13 @@ from topreduce.lab.report.results import Results, load
 ROOT = Path(__file__).parents[2]
 BEGIN = "<!-- made by docs/site/readme.py -->\n"
 END = "\n<!-- end of what it made -->"
-PICTURE = "![Loss against seconds, by method](docs/loss.svg)"
 _UNUSED = ("bytes_sent", "losses", "density", "kept_energy", "owed_norm", "waited")
 
 
 def filled(page: str, results: Results) -> str:
-    """The page with picture and table between its marks."""
+    """The page with the table between its marks."""
     before, rest = page.split(BEGIN, 1)
-    return f"{before}{BEGIN}{PICTURE}\n\n{markdown(results)}{END}{rest.split(END, 1)[1]}"
+    return f"{before}{BEGIN}{markdown(results)}{END}{rest.split(END, 1)[1]}"
 
 
 def keep(results: Results, file: Path) -> None:

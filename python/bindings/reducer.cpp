@@ -56,7 +56,7 @@ std::span<float> writable_floats(const char* caller, const nb::handle& object) {
     throw mistake(caller, "the gradient must be in main memory (CPU)");
   }
   if (any.dtype() != nb::dtype<float>()) {
-    throw mistake(caller, "the gradient must be float32; convert it yourself, and back");
+    throw mistake(caller, "the gradient must be float32: convert it, and the mean back");
   }
   if (any.ndim() != 1) {
     throw mistake(caller,

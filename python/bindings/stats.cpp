@@ -1,10 +1,8 @@
 #include "topreduce/stats.h"
 
-#include <map>
 #include <string>
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 
 #include "bindings.h"
@@ -14,10 +12,10 @@ using topreduce::StepStats;
 
 namespace {
 
-std::map<std::string, double> seconds(const StepStats& stats) {
-  std::map<std::string, double> by_stage;
+nb::dict seconds(const StepStats& stats) {
+  nb::dict by_stage;
   for (std::size_t i = 0; i < topreduce::kStageNames.size(); ++i) {
-    by_stage.emplace(topreduce::kStageNames[i], stats.seconds[i]);
+    by_stage[std::string(topreduce::kStageNames[i]).c_str()] = stats.seconds[i];
   }
   return by_stage;
 }
@@ -54,7 +52,9 @@ void bind_stats(nb::module_& module) {
   field("seconds_waited", &StepStats::seconds_waited,
         "Seconds from then until the means were there.");
   field("finite", &StepStats::finite, "False: some rank had an infinity or NaN; nothing was kept.");
-  stats.def_prop_ro("seconds", &seconds, "Seconds by stage, in the order the data flows.");
+  stats.def_prop_ro("seconds", &seconds,
+                    nb::for_getter(nb::sig("def seconds(self) -> dict[str, float]")),
+                    "Seconds by stage, in the order the data flows.");
   fields->append("seconds");
   stats.def("__repr__", [](nb::handle self) {
     std::string words;

@@ -469,7 +469,7 @@ def die(rank: Rank, waits: bool) -> float:
         time.sleep(1.0 if waits else 0.0)
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.0 if waits else 1.0)
-    with pytest.raises(CommError, match=r"rank 1 is gone: .*it left no word") as error:
+    with pytest.raises(CommError, match=r"rank 1 is gone: .*it gave no reason") as error:
         comm.all_gather(np.zeros(5, np.uint8))
     comm.close(f"CommError: {error.value}")
     return time.monotonic() - started

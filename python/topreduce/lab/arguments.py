@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from topreduce.lab.experiments.methods import Method, parse_methods
@@ -17,10 +18,13 @@ _LONGEST_DELAY = 1.0  # seconds; the self-test waits for several round trips
 
 
 class Defaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, except those that are empty or zero."""
+    """Shows defaults, except those that are empty or zero. Lists may break after a comma."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return super()._get_help_string(action) if action.default else action.help
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return super()._split_lines(re.sub(r",(?=\S)", ", ", text), width)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -70,38 +70,45 @@ def attach(
 ) -> Sync:
     """Averages the gradients of `model` by `method` from the next backward pass on.
 
-    `model`: a DistributedDataParallel; or any module, with `group`, the ranks that train it: then
-    all of them get the parameters and buffers of its first rank, once; or the root of FSDP2
-    (fully_shard), with `replicas`, the ranks that hold the same shards, as a process group or a
-    mesh of one dimension.
-
-    Collective over all ranks that train it; if one refuses, or they differ in model, method,
+    Collective over all ranks that train the model: if one refuses, or they differ in model, method,
     settings or version, all of them raise and nothing is attached. Arguments left as None use the
-    method's default; `topreduce methods` lists them.
+    method's default; `topreduce methods` lists these, and all other settings.
 
-    `method`: a name, or one with settings such as "topk:density=0.01"; "auto" chooses one.
-    `density`: the share of entries that each rank sends; the first `warmup_steps` (10) are dense,
-    then the density falls geometrically over `ramp_steps` (100).
-
-    With `density` "auto", which is the default with any method, each step sends as much as hides
-    behind the backward pass: the most with which `backward()` waits for us for at most `overhead`
-    (5 %) of a step, from `min_density` (0.1 %) to `max_density`, and at most `budget_bytes` from
-    each rank. In the first `warmup_steps` more may be waited (`ramp_overhead`, 40 %), which falls
-    to `overhead` over `ramp_steps`. A list of densities, or a file of them, repeats another run
-    (`Sync.choices`).
-
-    `bucket_cap_mb`: gradients that are exchanged together, as they become ready (1; on a device
-    more, by the size of the model, so that a step stops it about a hundred times at most); DDP's
-    own buckets do not matter. `keep_dense`: patterns such as "*norm*" for parameters that are sent
-    whole in every step. `scaler`: the GradScaler that multiplies your loss, so that what is owed is
-    kept without its factor. `local_group`, for DDP: the ranks of this rank's machine, as a process
-    group, or "host" for those of one host name and boot; gradients are then averaged inside each
-    machine first, and one rank of each exchanges, and owes. `timeout`: how long to wait for a peer
-    that is silent, which may just be busy; None waits as long as the model's process group.
-    `verify_every`: after how many steps the parameters, and the means, are compared over the
-    ranks, with a DriftError on all of them that names the rank that differs;
-    0 for never. `commit_if`: asked on this rank before a step is committed; if it says no,
-    backward() raises CommError, and since other ranks may have committed, `rebuild()` must follow.
+    - `model`: a DistributedDataParallel; or any module, with `group`; or the root of FSDP2
+      (fully_shard), with `replicas`.
+    - `method`: a name, or one with settings such as "topk:density=0.01"; "auto" chooses one.
+    - `group`: the ranks that train a module without DDP. All of them get the parameters and
+      buffers of its first rank, once.
+    - `replicas`: the ranks that hold the same shards, as a process group or a mesh of one
+      dimension.
+    - `density`: the share of entries that each rank sends. The first `warmup_steps` (10) are
+      dense, then the density falls geometrically over `ramp_steps` (100). "auto", the default of
+      every method, sends as much as hides behind the backward pass. A list of densities, or a file
+      of them, repeats another run (`Sync.choices`).
+    - `overhead`, `min_density`, `max_density`, `budget_bytes`: limits for "auto". `backward()`
+      waits for us for at most `overhead` (5 %) of a step; in the first `warmup_steps` for
+      `ramp_overhead` (40 %), which falls to `overhead` over `ramp_steps`. The density stays
+      between `min_density` (0.1 %) and `max_density`, and no rank sends more than `budget_bytes`
+      in a step.
+    - `granularity`: "bucket" exchanges gradients as they become ready, "model" all at the end.
+    - `bucket_cap_mb`: megabytes of gradients that are exchanged together (1; on a device more, by
+      the size of the model, so that a step stops it about a hundred times at most). DDP's own
+      buckets do not matter.
+    - `values`: how numbers travel, such as "bf16"; `feedback`, `select`: other stages than the
+      method's.
+    - `keep_dense`: patterns such as "*norm*" for parameters that are sent whole in every step.
+    - `seed`: of all random choices; the same on all ranks.
+    - `scaler`: the GradScaler that multiplies your loss, so that what is owed is kept without its
+      factor.
+    - `local_group`, for DDP: the ranks of this rank's machine, as a process group, or "host" for
+      those of one host name and boot. Gradients are averaged inside each machine first, and one
+      rank of each exchanges, and owes.
+    - `timeout`: how long to wait for a peer that is silent, which may just be busy; None waits as
+      long as the model's process group.
+    - `verify_every`: after how many steps the parameters, and the means, are compared over the
+      ranks, with a DriftError on all of them that names the rank that differs; 0 for never.
+    - `commit_if`: asked on this rank before a step is committed; if it says no, backward() raises
+      CommError, and since other ranks may have committed, `rebuild()` must follow.
     """
     if dist.GroupMember.NON_GROUP_MEMBER in (group, replicas):
         raise ValueError("this rank is not in the group: call attach on the ranks of the group")

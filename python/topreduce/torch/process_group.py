@@ -198,7 +198,7 @@ class GroupCommunicator(Communicator):
         store, key = self._store, f"word/{peer}"
         word = with_patience(lambda: legible(store.get(key)) if store.check([key]) else "")
         self._cause = self._cause or word or ""
-        silence = "it left no word, and may have died, or the network is down"
+        silence = "it gave no reason: it may have died, or the network is down"
         self._lose_for_good(peer, f"is gone: {why} ({word or silence})")
 
     def _lose_for_good(self, peer: int, why: str) -> None:

@@ -18,12 +18,12 @@ class Rebuilt:
     """What a rebuild came to; the same on all ranks, with their numbers in the new group."""
 
     step: int  # that all ranks make next
-    ranks: int
+    ranks: int  # in the new group
     late: list[int] = field(default_factory=list)  # missed the last commit, and have it now
     joined: list[int] = field(default_factory=list)  # owe nothing
     repaired: list[int] = field(default_factory=list)  # had other parameters than the others
     lost: int = 0  # ranks that are no longer there, and what they owed with them
-    lost_norm: float = 0.0  # about how much that was: of so many ranks like those that are left
+    lost_norm: float = 0.0  # norm of what they owed, if it was like that of the others
     scale: float = 1.0  # what the others owe was multiplied by it
 
 

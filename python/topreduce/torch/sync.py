@@ -166,8 +166,8 @@ class Sync:
 
     def leave(self, why: str) -> None:
         """Ends this rank's part in the group: steps of others that wait for it raise CommError,
-        with `why`, and so do its own, until `rebuild`. For ranks that learn elsewhere that the
-        group changes, before they make another. After an error nothing is left to do.
+        with `why`, and so do its own, until `rebuild`. For a rank that has heard that the group
+        will change, before it makes the new one. After an error this does nothing.
         """
         self._steps.wait_until_idle()
         if self._steps.broken is None:
@@ -234,10 +234,10 @@ class Sync:
         return module, self._regroup
 
     def hold(self) -> AbstractContextManager[None]:
-        """Around forward and backward passes whose gradients are only added up on this rank.
+        """A context for backward passes whose gradients are added up here, and not yet averaged.
 
-        They are averaged together with those of the next backward pass outside: gradient
-        accumulation. DDP's no_sync() is the same.
+        They are averaged together with those of the next backward pass outside of it: gradient
+        accumulation. Put the forward passes into it too. DDP's no_sync() is the same.
         """
         return self._hold()
 
@@ -253,7 +253,7 @@ class Sync:
         """Writes this rank's state to a file of its own in `folder`, which may be shared.
 
         To be called on all ranks between the same steps; nobody waits for another. The file appears
-        whole or not at all. The set of the last save before this one stays, older ones go.
+        whole or not at all. The files of the save before this one are kept, older ones deleted.
         """
         self._steps.wait_until_idle()
         if not isinstance(self._reducer, Member):  # its delegate saves what is owed
@@ -337,8 +337,8 @@ class Sync:
         """From now on means are dense; what is owed stays readable here, and is not applied.
 
         DDP averages by itself again. Where nobody else would, gradients are averaged after the
-        backward pass by the process group that was given, until the model goes. To be called on
-        all ranks between the same steps. Another `attach` may follow.
+        backward pass by the process group that was given, as long as the model lives. To be
+        called on all ranks between the same steps. Another `attach` may follow.
         """
         if self._attached:
             self._steps.wait_until_idle()
