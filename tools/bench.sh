@@ -17,8 +17,8 @@ bench() {
     shift
   done
   [[ ${1:-} != -- ]] || shift
-  # Those two train for many minutes: only by their names.
-  ((${#names[@]})) || mapfile -t names < <(bench_names | grep -vxE 'quality|values')
+  # Those run for many minutes: only by their names.
+  ((${#names[@]})) || mapfile -t names < <(bench_names | grep -vxE 'auto|quality|values')
 
   setup_tools build test lab docs && setup_package || return
   [[ ${names[*]} == fuzz ]] || build bench || return
