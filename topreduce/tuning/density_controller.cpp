@@ -41,7 +41,7 @@ constexpr double kOfTheRoom = 0.95;
 
 // All that it costs, by waiting and by work on cores that compute, times what may be waited.
 constexpr double kInAll = 1.1;
-constexpr double kGuess = 0.8, kGuessWithin = 0.4, kMostSlowdown = 2;  // seconds per second of work
+constexpr double kGuess = 0.8, kGuessWithin = 0.4, kMostSlowdown = 6;  // seconds per second of work
 constexpr double kLeastScatter = 0.003;                                // of the computing
 constexpr double kDeviations = 1.5;  // a standard deviation, times the median deviation
 constexpr std::size_t kMostVisits = 32;
@@ -102,9 +102,10 @@ void DensityController::note(std::uint64_t step, const Level& used, const Measur
   state_ == State::search ? search() : hold();
 }
 
-// Seconds of waiting that make the allowed part of a step with this computing.
+// Seconds of waiting that make the allowed part of a step with this computing, as it would be
+// without our work beside it.
 double DensityController::share_of(const Measurement& taken) const {
-  return overhead_ / (1 - overhead_) * taken.computed;
+  return overhead_ / (1 - overhead_) * std::max(0.0, taken.computed - slowed(taken));
 }
 
 double DensityController::allowed(const Measurement& taken) const {
@@ -273,20 +274,21 @@ void DensityController::go_down(const Measurement& taken, double least) {
   move_to(std::min(rung_with(ladder_[rung_].bytes * factor), rung_ - 1));
 }
 
-// To what the last looks say would take as long as it may, up or down. Everything in finer formats
-// only where that is free: early steps gain nothing by it.
+// To what the last looks say would take as long as it may, up or down. What work costs is told by
+// two rungs, so the second comes soon. Everything in finer formats only where that is free: early
+// steps gain nothing by it.
 void DensityController::follow_ramp() {
   const Measurement taken = median_of_last(kEnough);
-  const bool far = taken.waited > kFarTooLong * allowed(taken);
-  if (looks_.size() < kEnough && !far) return;
   if (looks_.size() >= 2) {
     remember(rung_, taken);
     learn_processor();
   }
+  const bool far = cost(taken) > kFarTooLong;
+  if (looks_.size() < kEnough && !far) return;
   const auto next_rung = [&] {
-    const double factor = fits(taken)
-                              ? std::min(factor_up(taken), kMostUpInRamp)
-                              : std::max(factor_down(taken), far ? kLeastDown : kLeastDownInRamp);
+    double factor = fits(taken) ? std::min(factor_up(taken), kMostUpInRamp)
+                                : std::max(factor_down(taken), far ? kLeastDown : kLeastDownInRamp);
+    if (visits_.size() == 1 && rung_ > 0) factor = std::min(factor, kLeastDownInRamp);
     return rung_with(ladder_[rung_].bytes * factor);
   };
   std::size_t next = next_rung();

@@ -88,8 +88,8 @@ def attach(
     - `overhead`, `min_density`, `max_density`, `budget_bytes`: limits for "auto". `backward()`
       waits for us for at most `overhead` (5 %) of a step; in the first `warmup_steps` for
       `ramp_overhead` (40 %), which falls to `overhead` over `ramp_steps`. The density stays
-      between `min_density` (0.1 %) and `max_density`, and no rank sends more than `budget_bytes`
-      in a step.
+      between `min_density` (0.1 %) and `max_density`, and a rank sends about `budget_bytes`
+      in a step at the most.
     - `granularity`: "bucket" exchanges gradients as they become ready, "model" all at the end.
     - `bucket_cap_mb`: megabytes of gradients that are exchanged together (1; on a device more, by
       the size of the model, so that a step stops it about a hundred times at most). DDP's own
