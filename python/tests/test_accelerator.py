@@ -156,6 +156,37 @@ def test_a_native_all_reduce_that_fails() -> None:
     accelerated(2).run(lose_an_all_reduce)
 
 
+# ---- a rank that is killed ---------------------------------------------------------------------
+
+
+def lose_a_rank(rank: Rank, settings: dict[str, Any], phase: str) -> Any:
+    """Rank 2 is killed in the middle of a step; the others make a group of their own, and go on."""
+    with on_device():
+        run = Run(rank, bucket_cap_mb=0.02)
+        sync = attach_at_once(run.ddp, **settings)
+        run.train(range(3))
+        before, model = owed(sync), run.digest()
+        if rank.rank == 2:
+            sync._comm.fail_at(0, "killed", phase, how="kill")  # type: ignore[arg-type]
+        with pytest.raises(CommError, match="rank 2 is gone"):
+            run.backward(3)
+        assert torch.equal(owed(sync), before)
+        assert run.digest() == model
+        left = dist.new_group([0, 1], use_local_synchronization=True)
+        rebuilt = sync.rebuild(left, optimizer=run.optimizer)
+        assert (rebuilt.step, rebuilt.lost, rebuilt.late, rebuilt.joined) == (3, 1, [], [])
+        run.train(range(3, 8))
+        assert sync._reducer.on_device
+    return sync.step, run.digest()
+
+
+@pytest.mark.parametrize(("settings", "phase"), [(TOPK, "exchange"), (RANDK, "vote")], ids=str)
+def test_those_who_are_left_go_on(settings: dict[str, Any], phase: str) -> None:
+    results = accelerated(3).run(lose_a_rank, settings, phase, dying=[2])[:2]
+    assert results[0] == results[1]
+    assert results[0][0] == 8
+
+
 # ---- the rows that hold in main memory hold there ----------------------------------------------
 
 

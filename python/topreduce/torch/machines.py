@@ -164,6 +164,11 @@ class Levels(GroupCommunicator):
             part.interrupt(why)
         super().interrupt(why)
 
+    def end_threads(self) -> None:
+        for part in self._parts:
+            part.end_threads()
+        super().end_threads()
+
 
 def _describe(local_group: object, group: dist.ProcessGroup) -> str:
     """This rank's machine: its ranks, or its name; or what is wrong with `local_group`."""

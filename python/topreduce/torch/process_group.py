@@ -154,7 +154,7 @@ class GroupCommunicator(Communicator):
         if self._open and word:
             self._tell(self._cause or f"rank {self._names[self.rank]} gave up: {word}")
         self._open = False
-        self._gloo = None
+        self.end_threads()
         if self._devices is not None:
             self._devices.close()
         self.interrupt("is out of reach: the group is closed")
@@ -165,6 +165,10 @@ class GroupCommunicator(Communicator):
         for peer in self._others():
             self.lose(peer, why)
         self.wake()
+
+    def end_threads(self) -> None:
+        """Those of Gloo's that add up for us. Nothing may be under way: they are waited for."""
+        self._gloo = None
 
     # ---- what the core calls ----
 

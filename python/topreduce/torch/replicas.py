@@ -124,6 +124,11 @@ class Replicas(GroupCommunicator):
         for part in self._inside:
             part.interrupt(why)
 
+    def end_threads(self) -> None:
+        super().end_threads()
+        for part in self._inside:
+            part.end_threads()
+
 
 def check_mesh(replicas: object, grid: Grid) -> None:
     """ValueError if ranks beside those of the grid may hold the same shards."""

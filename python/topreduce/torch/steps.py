@@ -6,6 +6,7 @@ back. Who takes gradients, and where the means go, is an adapter's affair (ddp.p
 """
 
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -26,6 +27,7 @@ from topreduce.torch.verifying import Verifier
 
 _HISTORY = 1000
 _LAST_WORDS = 5.0  # seconds that the worker gets at exit; it may be waiting for a dead peer
+_GIVING_UP = 30.0  # and from then on: it may be asking others who did not come
 
 
 class Step:
@@ -89,7 +91,7 @@ class Steps:
             target=_run, args=(tasks, weakref.ref(self), comm), name="topreduce", daemon=True
         )
         self._thread.start()
-        self._stop = weakref.finalize(self, _end, tasks, self._thread, comm)
+        self._last_resort = weakref.finalize(self, _leave, os.getpid(), tasks, self._thread, comm)
 
     def open(self) -> Step:
         """A step begins; one that user code cut short is forgotten. Never raises."""
@@ -154,8 +156,9 @@ class Steps:
 
     def _end_thread(self) -> None:
         self.wait_until_idle()
-        self._stop()
+        _end(self._tasks, self._thread, self._comm)
         self._thread.join()
+        self._last_resort.detach()
 
     def record(self, stats: Stats, level: str, in_finish: float = 0.0) -> dict[str, Any]:
         """A step as users see it. `level`: what it sent, in a word; `in_finish`: seconds from the
@@ -250,14 +253,31 @@ def _end(
     thread: threading.Thread,
     comm: GroupCommunicator,
 ) -> None:
-    """Also at exit: a thread that Python kills inside of C++ takes the whole process with it."""
+    """Has the worker come to its end, unless that takes too long."""
     tasks.put(None)
     comm.wake()
     if thread is not threading.current_thread():
         thread.join(_LAST_WORDS)
         if thread.is_alive():
             comm.interrupt("is waited for no longer: this process ends")
-            thread.join(_LAST_WORDS)
+            thread.join(_GIVING_UP)
+
+
+def _leave(
+    process: int,
+    tasks: "queue.SimpleQueue[Callable[[], None] | None]",
+    thread: threading.Thread,
+    comm: GroupCommunicator,
+) -> None:
+    """Nobody has the model any more, or the process ends. A thread that comes back from C++ while
+    Python ends takes the whole process with it, by std::terminate: ours must be gone by then, and
+    so must Gloo's that hold tensors of ours.
+    """
+    if os.getpid() != process:  # a fork has no such threads
+        return
+    _end(tasks, thread, comm)
+    if thread is threading.current_thread() or not thread.is_alive():
+        comm.end_threads()
 
 
 def _run(
