@@ -226,7 +226,7 @@ def test_a_model_of_the_users(
         ("train --seconds 3s --clock race", "--clock real"),
         ("train --compute 3ms --clock real", "--clock race"),
         ("race --model vgg", "unknown model 'vgg'"),
-        ("race --model gpt:2m", "unknown model 'gpt:2m'; known are"),
+        ("race --model gpt:2m", "unknown model 'gpt:2m'; --help lists"),
         ("race --model no.such_module:make", "no.such_module"),
         ("race --model os.path:make", "has no function 'make'"),
         ("report nowhere.json", "nowhere.json"),

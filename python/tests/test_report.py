@@ -342,6 +342,7 @@ def test_a_browser_draws_loss_against_seconds(compared: Results, tmp_path: Path)
     assert "Real clock: " in drawn and ">seconds<" in drawn and ">loss on data kept back<" in drawn
     assert "Not drawn, since slower: PowerSGD, rank 8." in drawn and "2026-11-17" in drawn
     assert drawn.count('class="line s') == 5 and drawn.count(" ours") == 1
+    assert drawn.count('class="level"') == 1 and ">to reach: 2.700<" in drawn
     found = look(f"<body>{drawn}</body>", tmp_path)
     assert found["outside"] == found["overlapping"] == []
     assert found["empty"] == 0

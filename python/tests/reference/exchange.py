@@ -1,5 +1,6 @@
 """Entries are added up over the ranks."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -8,7 +9,7 @@ import numpy as np
 
 from reference.basics import Delivery, Floats, Places, Step, in_rank_order, starts
 from reference.random import PLACES, random_below
-from reference.wire import journey, known_places, parameters, union
+from reference.wire import journey, known_places, parameters, run_bytes, union
 
 
 def gather(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
@@ -181,3 +182,27 @@ def gtopk(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:
         stride *= 2
     rounded_by(0)
     return Delivery(sums[0], settled, lists[0].size)
+
+
+def bits_sent(
+    exchange: str,
+    values: str,
+    k: int,
+    n: int,
+    ranks: int,
+    sketched: int = 0,
+    global_ratio: float = 1.0,
+) -> float:
+    """By each rank, roughly."""
+    split = k * (ranks - 1) / ranks
+    value = 8 * run_bytes(values, 64) / 64
+    entry = value + (1.0 if k >= n else 1.5 - math.log2(k / n))
+    return {
+        "topk_dsa": entry * (split + min(k * (ranks - 1), n * (ranks - 1) / ranks)),
+        "gtopk": entry * k * (ranks - 1).bit_length(),
+        "ok_topk": entry * (1 + global_ratio) * k * (ranks - 1) / ranks,
+        "arc_topk": value * 2.0 * (sketched + k) * (ranks - 1) / ranks,
+        "gather": entry * k * (ranks - 1),
+        "randk": value * 2.0 * k * (ranks - 1) / ranks,
+        "dense": value * 2.0 * n * (ranks - 1) / ranks,
+    }[exchange]

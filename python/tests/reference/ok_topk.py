@@ -16,7 +16,6 @@ from reference.exchange import (
     ranked,
     to_owners,
 )
-from reference.wire import run_bytes
 
 
 @dataclass
@@ -100,27 +99,3 @@ class OkTopk:
 
     def commit(self) -> None:
         self.threshold, self.last_k, self.due, self.bounds = self.next
-
-
-def bits_sent(
-    exchange: str,
-    values: str,
-    k: int,
-    n: int,
-    ranks: int,
-    sketched: int = 0,
-    global_ratio: float = 1.0,
-) -> float:
-    """By each rank, roughly."""
-    split = k * (ranks - 1) / ranks
-    value = 8 * run_bytes(values, 64) / 64
-    entry = value + (1.0 if k >= n else 1.5 - math.log2(k / n))
-    return {
-        "topk_dsa": entry * (split + min(k * (ranks - 1), n * (ranks - 1) / ranks)),
-        "gtopk": entry * k * (ranks - 1).bit_length(),
-        "ok_topk": entry * (1 + global_ratio) * k * (ranks - 1) / ranks,
-        "arc_topk": value * 2.0 * (sketched + k) * (ranks - 1) / ranks,
-        "gather": entry * k * (ranks - 1),
-        "randk": value * 2.0 * k * (ranks - 1) / ranks,
-        "dense": value * 2.0 * n * (ranks - 1) / ranks,
-    }[exchange]

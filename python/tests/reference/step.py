@@ -20,9 +20,9 @@ from reference.basics import (
     entries_for,
     size_of,
 )
-from reference.exchange import dense, gather, gtopk, randk, topk_dsa
+from reference.exchange import bits_sent, dense, gather, gtopk, randk, topk_dsa
 from reference.feedback import EF21, EF21M, Momentum, NoMemory, Residual
-from reference.ok_topk import OkTopk, bits_sent
+from reference.ok_topk import OkTopk
 from reference.select import Carried, Foresight, GaussianK, RedSync, Reused, SampledTopK, TopK
 from reference.wire import without_scales
 

@@ -122,7 +122,7 @@ def _train(asked: argparse.Namespace, console: Console) -> None:
         raise ValueError("--seconds goes with --clock real: it stops by the time that passes")
     if asked.compute is not None and clock == "real":
         raise ValueError(
-            "--compute goes with --clock race: hosts that compute so fast are only in the race"
+            "--compute goes with --clock race: only the race waits instead of computing"
         )
     wanted = network(asked)
     _become_root(asked)

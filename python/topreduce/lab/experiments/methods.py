@@ -201,8 +201,8 @@ def parse_methods(words: str, shards: int = 1) -> list[Method]:
         name = spec.partition(":")[0]
         if shards > 1 and name in STOCK and name not in NATIVE:
             raise ValueError(
-                f"method {name!r} is of DistributedDataParallel, and --shards of FSDP: of "
-                f"PyTorch's own it has {', '.join(NATIVE)}"
+                f"method {name!r} needs DistributedDataParallel, and --shards uses FSDP; of "
+                f"PyTorch's own take {', '.join(NATIVE)}"
             )
     if len(set(specs)) < len(specs):
         raise ValueError(f"a method is given twice in {words!r}; the A/A row is added anyway")

@@ -9,7 +9,8 @@ from html import escape
 from topreduce.lab.experiments.race import RaceRow
 from topreduce.lab.experiments.train import TrainRun
 from topreduce.lab.report.palette import COLOURS, DARK, LIGHT, variables
-from topreduce.lab.report.results import Results, machine_words, mean
+from topreduce.lab.report.plot import to_reach
+from topreduce.lab.report.results import Results, machine_words
 from topreduce.lab.report.svg import Bar, Scale, Series, bar_chart, line_chart
 from topreduce.lab.report.tables import Grid, grids
 from topreduce.lab.report.verdict import verdict
@@ -104,14 +105,8 @@ def _training(several: Sequence[Results]) -> Iterator[str]:
 
 
 def _levels(several: Sequence[Results]) -> list[tuple[str, float]]:
-    """The loss to reach; the mean over seeds, where each has its own."""
-    levels = []
-    for results in several:
-        aims = [results.target(seed) for seed in dict.fromkeys(run.seed for run in results.runs)]
-        known = [aim for aim in aims if aim is not None]
-        if known:
-            levels.append(mean(known))
-    return [(f"to reach: {level:.3f}", level) for level in dict.fromkeys(levels)]
+    """The losses to reach, with their names."""
+    return list(dict.fromkeys(level for each in several for level in to_reach(each)))
 
 
 def _over_time(runs: Sequence[TrainRun]) -> Iterator[str]:

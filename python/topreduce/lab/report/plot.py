@@ -39,13 +39,26 @@ def loss_plot(results: Results) -> str:
         )
         for run in runs
     ]
-    chart = line_chart("seconds", "loss on data kept back", series, "linear", names="at lines")
+    chart = line_chart(
+        "seconds",
+        "loss on data kept back",
+        series,
+        "linear",
+        levels=to_reach(results),
+        names="at lines",
+    )
     model, parameters = results.workload["model"], runs[0].parameters
     notes = [_CLOCKS[results.clock], _place(results)]
     if left_out:
         notes.insert(1, f"Not drawn, since slower: {', '.join(map(in_words, left_out))}.")
     title = f"Loss against seconds: {model}, {parameters / 1e6:.3g} M parameters, {results.network}"
     return picture(title, chart, notes=notes)
+
+
+def to_reach(results: Results) -> list[tuple[str, float]]:
+    """The loss to reach, if there is one, as a line across."""
+    aim = results.aim()
+    return [] if aim is None else [(f"to reach: {aim:.3f}", aim)]
 
 
 def best_settings(results: Results) -> list[str]:

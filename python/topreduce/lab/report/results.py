@@ -57,6 +57,12 @@ class Results:
             None,
         )
 
+    def aim(self) -> float | None:
+        """The loss to reach; the mean over seeds, where each has its own."""
+        aims = [self.target(seed) for seed in dict.fromkeys(run.seed for run in self.runs)]
+        known = [aim for aim in aims if aim is not None]
+        return mean(known) if known else None
+
 
 def save(results: Results, file: Path) -> None:
     """Writes everything that was measured."""

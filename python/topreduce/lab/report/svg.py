@@ -15,7 +15,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 12, 46
 _BAR, _BAR_GAP, _NAMES = 20, 12, 240
 _LONGEST_NAME = 30  # characters that fit there
 _MOST_TICKS = 7
-_LETTER, _LINE = 7.0, 15.0  # room that a name takes at the end of its line: a letter, the height
+_LETTER, _LINE = 7.7, 15.0  # room that a name takes at the end of its line: a letter, the height
 _NEAR = 24.0  # to the edge
 _ROUNDS = 200  # of moving names apart
 
@@ -87,7 +87,9 @@ def line_chart(
     for name, level in levels:
         y = y_axis.place(level)
         parts.append(f'<path class="level" d="M{_LEFT} {y:.1f}H{right:.1f}"/>')
-        parts.append(_text((_LEFT + right) / 2, y - 5, name, "middle"))
+        # Losses fall: below a level, at the left, nothing is drawn.
+        below = y + _LINE < HEIGHT - _BOTTOM
+        parts.append(_text(_LEFT + 6, y + 13 if below else y - 5, name, "start"))
     if names == "at lines":
         ends = [(each, points[-1]) for each, points in shown if points]
         places = [(each, x_axis.place(x), y_axis.place(y)) for each, (x, y) in ends]

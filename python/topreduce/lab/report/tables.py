@@ -72,8 +72,8 @@ def race_grid(results: Results) -> Grid:
     notes = [
         "ms/step: median, from the first rank's start to the last rank's end; beside it the middle "
         "80 %.",
-        "MB/step: what a host sent at its network interface, headers included; with --local an "
-        "equal part, for each rank, of what went through the loopback interface.",
+        "MB/step: what a host sent at its network interface, headers included; with --local all "
+        "ranks share the loopback interface, and each counts an equal part of its bytes.",
         "loss: of the training, in the last steps of the race; noop averages nothing at all."
         if results.workload.get("compute") is None
         else "Ranks wait instead of computing, and their gradients are noise: no loss.",

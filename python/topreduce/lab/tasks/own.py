@@ -18,7 +18,7 @@ _KEPT_BACK = 8  # batches to evaluate on, unless the task does that itself
 def own_maker(name: str) -> Callable[[], Any]:
     """What "package.module:make" names; ValueError, with what is wrong, if that is nothing."""
     match = re.fullmatch(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)", name)
-    known = "known are those of --help, and yours as package.module:make"
+    known = "--help lists those there are; your own is package.module:make"
     if match is None:
         raise ValueError(f"unknown model {name!r}; {known}")
     if os.getcwd() not in sys.path:
