@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 examples/transformers_trainer.py
 import tempfile
 
 import torch
+import torch.distributed as dist
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 from topreduce.torch.huggingface import TopreduceCallback
@@ -58,6 +59,8 @@ def main() -> None:
             f"step {trainer.state.global_step}: {stats['selected']} entries, "
             f"{stats['bytes_sent']} bytes"
         )
+    if dist.is_initialized():
+        dist.destroy_process_group()  # a thread of Gloo's may else outlive Python, and end in a crash
 
 
 if __name__ == "__main__":
