@@ -191,6 +191,7 @@ inline void Network::Rank::count_processor() {
 
 inline void Network::Rank::count_frame(std::size_t bytes) {
   const Processors& each = network_.topology_.processors;
+  if (each.cores == 0) return;
   clock_ += each.per_frame + each.per_byte * static_cast<double>(bytes);
 }
 

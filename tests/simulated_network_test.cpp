@@ -102,8 +102,9 @@ TEST(SimulatedNetwork, OneSlowHostHoldsOthersUpOnlyWhereTheyMeetIt) {
 TEST(SimulatedNetwork, RanksShareTheCores) {
   const std::array sends{Send{0, 3, 1}, Send{1, 3, 1}, Send{2, 3, 1}};
   Topology topology = hosts(4, {});
+  topology.processors = {.cores = 0, .per_frame = 1, .per_byte = 0};
   EXPECT_EQ(arrivals(topology, sends)[3], 0);  // without cores nothing takes time
-  topology.processors = {.cores = 1, .per_frame = 1, .per_byte = 0};
+  topology.processors.cores = 1;
   EXPECT_NEAR(arrivals(topology, sends)[3], 6, 0.1);
   topology.processors.cores = 2;  // while one of them receives, the other sends
   EXPECT_NEAR(arrivals(topology, sends)[3], 4, 0.1);
