@@ -36,7 +36,9 @@ const Words kDefaults = {
     {"slow_rate", "0"},       // of the last host, if it has another
     {"inside_rate", "80e9"},  // between ranks of a host
     {"inside_latency", "5e-6"},
-    {"processing", "0"},       // seconds for each second of a rank's thread
+    {"cores", "0"},            // that all ranks share; 0: processors cost nothing
+    {"per_frame", "0"},        // seconds that the system takes of them to send or receive a frame
+    {"per_byte", "0"},         // and each of its bytes
     {"compute", "0"},          // seconds of forward and backward pass
     {"optimizer", "0"},        // seconds after the exchange
     {"shapes", "250x100*40"},  // of parameters, with commas between
@@ -125,7 +127,8 @@ class Run {
         ranks_ / each, {number("rate") / 8, number("latency"), number("burst")}, each);
     if (number("slow_rate") > 0) topology.links.back().rate = number("slow_rate") / 8;
     topology.inside = {number("inside_rate") / 8, number("inside_latency")};
-    topology.processing = number("processing");
+    topology.processors = {static_cast<std::size_t>(number("cores")), number("per_frame"),
+                           number("per_byte")};
     return topology;
   }
 

@@ -60,7 +60,7 @@ def main() -> None:
             f"{stats['bytes_sent']} bytes"
         )
     if dist.is_initialized():
-        dist.destroy_process_group()  # a thread of Gloo's may else outlive Python, and end in a crash
+        dist.destroy_process_group()  # else one of its threads may outlive Python
 
 
 if __name__ == "__main__":

@@ -21,14 +21,15 @@
 #include "topreduce/comm/communicator.h"
 
 // A network that is not there: ranks are threads that run the real code and send real bytes, but
-// time is counted, not measured. What each rank does takes no time, or what its processor needed;
-// what it sends waits for the ports on its way:
+// time is counted, not measured. What each rank does takes no time, or the time of a core that all
+// ranks share; what it sends waits for the ports on its way:
 //
 //   rank -> port of its host, as slow as its link -> latency -> port of the other host -> rank
 //   rank -> port inside -----------------------------------> port inside -----------------> rank
 //
 // Frames to several ranks share a port in turns, as TCP connections do. An event happens when all
-// ranks wait, the earliest first, so a run without processing times gives the same times again.
+// ranks wait, the earliest first, and wakes one of them at most: one runs at a time. So a run
+// without processors gives the same times again.
 
 namespace topreduce::simulated {
 
@@ -41,12 +42,19 @@ struct Link {
   double burst = 0;                                       // bytes
 };
 
+/// Cores that all ranks share, as in a lab on one machine. A rank that wakes up takes the one that
+/// is free first, for as long as its thread computes and the system sends or receives its frames.
+struct Processors {
+  std::size_t cores = 0;  // none: all of that takes no time
+  double per_frame = 0;   // seconds of the system, at either end
+  double per_byte = 0;
+};
+
 struct Topology {
   std::vector<std::size_t> host_of;  // by rank
   std::vector<Link> links;           // by host, both ways
   Link inside;                       // between ranks of one host
-  /// Seconds that pass for each second that a rank's thread computes.
-  double processing = 0;
+  Processors processors;
 };
 
 inline Topology hosts(std::size_t count, const Link& link, std::size_t ranks_each = 1) {
@@ -88,12 +96,14 @@ class Network {
     friend class Network;
     enum class State : std::uint8_t { running, waiting, done };
     void count_processor();
+    void count_frame(std::size_t bytes);
     static double cpu_seconds();
 
     Network& network_;
     double clock_ = 0, cpu_ = 0;
-    double alarm_ = -1;  // the last one that was set
+    double alarm_ = 0;  // the last one that was set
     State state_ = State::running;
+    std::size_t core_ = 0;
     std::vector<std::pair<int, Bytes>> inbox_;   // delivered, not yet taken
     std::vector<std::pair<int, Bytes>> taking_;  // those that are being taken
     std::condition_variable woken_;
@@ -148,7 +158,7 @@ class Network {
   static double pass(Port& port, double time, double wire);
   void send(Rank& from, int to, std::span<const std::byte> frame);
   void sleep(Rank& rank);
-  void stop_running();
+  void stop_running(Rank& rank, Rank::State state);
   void fail(const std::exception_ptr& failure);
   void wake(Rank& rank, double time);
   void happen(const Event& event);
@@ -158,7 +168,8 @@ class Network {
   std::mutex mutex_;
   std::vector<std::unique_ptr<Rank>> members_;
   std::vector<Flow> flows_;
-  std::vector<Port> ports_;  // of hosts: out, in; of ranks, inside their host: out, in
+  std::vector<Port> ports_;        // of hosts: out, in; of ranks, inside their host: out, in
+  std::vector<double> free_from_;  // by core
   std::priority_queue<Event> events_;
   std::size_t running_ = 0;
   std::exception_ptr failure_;
@@ -173,9 +184,15 @@ inline double Network::Rank::cpu_seconds() {
 }
 
 inline void Network::Rank::count_processor() {
-  if (network_.topology_.processing == 0) return;
+  if (network_.topology_.processors.cores == 0) return;
   const double before = std::exchange(cpu_, cpu_seconds());
-  clock_ += network_.topology_.processing * (cpu_ - before);
+  clock_ += cpu_ - before;
+}
+
+inline void Network::Rank::count_frame(std::size_t bytes) {
+  const Processors& each = network_.topology_.processors;
+  if (each.cores == 0) return;
+  clock_ += each.per_frame + each.per_byte * static_cast<double>(bytes);
 }
 
 inline double Network::Rank::now() {
@@ -198,6 +215,7 @@ inline bool Network::Rank::wait_until(double time) {
 }
 
 inline void Network::Rank::send_frame(int peer, std::span<const std::byte> frame) {
+  count_frame(frame.size());
   network_.send(*this, peer, frame);
 }
 
@@ -206,7 +224,10 @@ inline bool Network::Rank::receive_frames() {
     const std::lock_guard lock(network_.mutex_);
     taking_.swap(inbox_);
   }
-  for (auto& [peer, frame] : taking_) mailbox().accept(peer, frame);
+  for (auto& [peer, frame] : taking_) {
+    count_frame(frame.size());
+    mailbox().accept(peer, frame);
+  }
   taking_.clear();
   return true;
 }
@@ -215,6 +236,7 @@ inline bool Network::Rank::receive_frames() {
 
 inline Network::Network(Topology topology) : topology_(std::move(topology)) {
   flows_.resize(ranks() * ranks());
+  free_from_.resize(topology_.processors.cores);
   for (int way = 0; way < 2; ++way) {
     for (const Link& link : topology_.links) ports_.emplace_back(link);
   }
@@ -225,22 +247,26 @@ inline Network::Network(Topology topology) : topology_(std::move(topology)) {
 }
 
 inline void Network::run(const std::function<void(Rank&)>& body) {
-  running_ = ranks();
   {
     std::vector<std::jthread> threads;
+    for (const auto& member : members_) {
+      events_.push({.time = 0, .kind = Kind::alarm, .from = member->rank()});
+    }
+    running_ = ranks();  // each of them goes to sleep first
     for (const auto& member : members_) {
       threads.emplace_back([this, &body, &rank = *member] {
         rank.restart_processor();
         std::exception_ptr failure;
         try {
+          sleep(rank);
           body(rank);
         } catch (...) {
           failure = std::current_exception();
         }
         const std::lock_guard lock(mutex_);
         if (failure) fail(failure);
-        rank.state_ = Rank::State::done;
-        stop_running();
+        rank.count_processor();
+        stop_running(rank, Rank::State::done);
       });
     }
   }
@@ -263,15 +289,16 @@ inline void Network::sleep(Rank& rank) {
   rank.count_processor();
   std::unique_lock lock(mutex_);
   if (rank.inbox_.empty() && !failure_) {
-    rank.state_ = Rank::State::waiting;
-    stop_running();
+    stop_running(rank, Rank::State::waiting);
     rank.woken_.wait(lock, [&] { return rank.state_ == Rank::State::running; });
   }
   if (failure_) throw CommError("simulated network: another rank has failed");
   rank.restart_processor();
 }
 
-inline void Network::stop_running() {
+inline void Network::stop_running(Rank& rank, Rank::State state) {
+  rank.state_ = state;
+  if (!free_from_.empty()) free_from_[rank.core_] = std::max(free_from_[rank.core_], rank.clock_);
   if (--running_ > 0) return;
   while (running_ == 0 && !events_.empty()) {
     const Event event = events_.top();
@@ -288,6 +315,11 @@ inline void Network::stop_running() {
 inline void Network::wake(Rank& rank, double time) {
   if (rank.state_ != Rank::State::waiting) return;
   rank.clock_ = std::max(rank.clock_, time);
+  if (!free_from_.empty()) {
+    const auto first = std::ranges::min_element(free_from_);
+    rank.core_ = static_cast<std::size_t>(first - free_from_.begin());
+    rank.clock_ = std::max(rank.clock_, *first);
+  }
   rank.state_ = Rank::State::running;
   ++running_;
   rank.woken_.notify_one();

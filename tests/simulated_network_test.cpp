@@ -98,6 +98,18 @@ TEST(SimulatedNetwork, OneSlowHostHoldsOthersUpOnlyWhereTheyMeetIt) {
   EXPECT_NEAR(times[3] - kLatency, 10 * (times[1] - kLatency), 1e-3);
 }
 
+// Three ranks send to the fourth; whoever sends or receives a frame needs a core for a second.
+TEST(SimulatedNetwork, RanksShareTheCores) {
+  const std::array sends{Send{0, 3, 1}, Send{1, 3, 1}, Send{2, 3, 1}};
+  Topology topology = hosts(4, {});
+  topology.processors = {.cores = 0, .per_frame = 1, .per_byte = 0};
+  EXPECT_EQ(arrivals(topology, sends)[3], 0);  // without cores nothing takes time
+  topology.processors.cores = 1;
+  EXPECT_NEAR(arrivals(topology, sends)[3], 6, 0.1);
+  topology.processors.cores = 2;  // while one of them receives, the other sends
+  EXPECT_NEAR(arrivals(topology, sends)[3], 4, 0.1);
+}
+
 TEST(SimulatedNetwork, AnAlarmRingsUnlessSomethingComesBefore) {
   Network(hosts(2, {kRate, kLatency})).run([&](Network::Rank& comm) {
     comm.enter({comm::Place::Kind::step, 0});

@@ -1,29 +1,31 @@
 """lab: is the simulated network right? Races on the lab's emulated one, beside simulated ones.
 
 The lab runs real processes, TCP and limited links; the simulation runs the same code, and counts
-time, with the rates, bursts and waits of the lab and the seconds that its own threads compute. In
-the lab all hosts share the cores of this machine, for Python and the kernel's TCP too, of which the
-simulation knows nothing. So each race runs twice, with a limit and without one, and two times are
-shown beside the lab's:
+time, with the rates, bursts and waits of the lab. Two simulations are shown beside the lab:
 
-    simulated       = noop + what is simulated beyond the wait
-    with processors = noop + what the method takes beyond noop in the lab without a limit
-                           + (simulated with the limit - simulated without one)
+    links alone      what is sent waits for links, and nothing else takes time
+    with TCP, cores  links as quick as plain TCP makes them when all hosts send to all at once, and
+                     the cores of this machine, which all hosts share: for what the library computes
+                     and for what the system takes to move bytes
 
-The first leaves those processors out; the second adds them up with the network, though they
-overlap. Hosts wait 50 ms instead of computing. Nothing else may run meanwhile.
+What TCP makes of the links and what it takes of the cores is measured with bare sockets on the same
+links, without a line of the library (`plain_tcp`). Hosts wait instead of computing: in the lab 50
+ms, simulated for as long as `noop` takes there. Nothing else may run meanwhile.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 import os
+import select
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +33,11 @@ from claim import Claim, Run
 from figure import Figure
 from network import means, simulate
 
-from topreduce.lab.network.cluster import bucket_bytes, rate_words
+from topreduce.lab.network.cluster import Host, bucket_bytes, cluster, rate_words
 from topreduce.lab.tasks.models import Workload, make_task
 from topreduce.units import parse_rate
 
-COMPUTE, LATENCY = 0.05, 60e-6
+COMPUTE = 0.05
 METHODS = (
     "topreduce.dense",
     "topk:density=0.05,values=fp32",
@@ -52,11 +54,17 @@ class Race:
     rate: str
 
     def __str__(self) -> str:
-        return f"{self.hosts} hosts, {rate_words(parse_rate(self.rate))}, {self.model}"
+        return f"{self.network}, {self.model}"
 
     @property
-    def unlimited(self) -> Race:
-        return replace(self, rate="none")
+    def network(self) -> str:
+        return f"{self.hosts} hosts, {rate_words(self.bits)}"
+
+    @property
+    def bits(self) -> float:
+        rate = parse_rate(self.rate)
+        assert rate is not None
+        return rate
 
 
 RACES = (
@@ -85,21 +93,142 @@ def real(race: Race, rounds: int) -> dict[str, Any]:
     }
 
 
-def simulated(label: str, race: Race) -> dict[str, Any]:
+# ---- plain TCP ----------------------------------------------------------------------------------
+
+SIZES = (20_000, 60_000, 200_000)  # of a message in the races
+HEADERS = (1514 + 33) / 1448  # Ethernet, IP and TCP, and half an acknowledgement
+PORT = 29600
+Pairs = dict[tuple[int, int], socket.socket]
+
+
+def plain_tcp(race: Race, repeats: int) -> dict[str, Any]:
+    """All hosts send as much to all others at once: what the links would take, and what it took.
+
+    "per_byte" is what a core does for a byte, at either end; "latency" half a round trip of a byte.
+    """
+    rate, ideal, took, busy, moved = race.bits, 0.0, 0.0, 0.0, 0.0
+    with cluster([rate] * race.hosts) as hosts:
+        senders, receivers = _connected(hosts)
+        _all_to_all(senders, receivers, max(SIZES))  # opens TCP's windows
+        for size in SIZES:
+            found = []
+            for _ in range(repeats):
+                time.sleep(0.05)  # buckets fill again
+                before = _busy_seconds()
+                found.append(_all_to_all(senders, receivers, size))
+                busy += _busy_seconds() - before
+                moved += size * len(senders)
+            took += statistics.median(found)
+            wire = (race.hosts - 1) * size * HEADERS
+            ideal += max(0.0, 8 * (wire - bucket_bytes(rate)) / rate)
+        trips = [_round_trip(senders[0, 1], receivers[0, 1]) for _ in range(50)]
+        for each in (*senders.values(), *receivers.values()):
+            each.close()
+    return {
+        "ideal": ideal, "seconds": took, "per_byte": busy / moved / 2,
+        "latency": statistics.median(trips) / 2,
+    }  # fmt: skip
+
+
+def _connected(hosts: list[Host]) -> tuple[Pairs, Pairs]:
+    senders: Pairs = {}
+    receivers: Pairs = {}
+    for to, host in enumerate(hosts):
+        place = (host.address, PORT)
+        with host.namespace.run(lambda place=place: socket.create_server(place)) as listener:
+            for number, other in enumerate(hosts):
+                if number == to:
+                    continue
+                pair = (number, to)
+                senders[pair] = other.namespace.run(
+                    lambda place=place: socket.create_connection(place)
+                )
+                receivers[pair], _ = listener.accept()
+                for end in (senders[pair], receivers[pair]):
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    end.setblocking(False)
+    return senders, receivers
+
+
+def _all_to_all(senders: Pairs, receivers: Pairs, size: int) -> float:
+    """Seconds until the last byte is there. Each host begins with the next one, as ours do."""
+    data, space = memoryview(bytes(size)), bytearray(1 << 20)
+    files = {each.fileno(): (pair, True) for pair, each in senders.items()}
+    files |= {each.fileno(): (pair, False) for pair, each in receivers.items()}
+    sent, missing = dict.fromkeys(senders, 0), dict.fromkeys(receivers, size)
+    ranks = max(to for _, to in senders) + 1
+    with select.epoll() as poll:
+        for each in receivers.values():
+            poll.register(each.fileno(), select.EPOLLIN)
+        started = time.perf_counter()
+        for pair in sorted(senders, key=lambda pair: (pair[1] - pair[0]) % ranks):
+            sent[pair] = senders[pair].send(data)
+            if sent[pair] < size:
+                poll.register(senders[pair].fileno(), select.EPOLLOUT)
+        while missing:
+            for file, _ in poll.poll():
+                pair, sends = files[file]
+                if sends:
+                    sent[pair] += senders[pair].send(data[sent[pair] :])
+                    if sent[pair] == size:
+                        poll.unregister(file)
+                    continue
+                missing[pair] -= receivers[pair].recv_into(space)
+                if not missing[pair]:
+                    del missing[pair]
+        return time.perf_counter() - started
+
+
+def _round_trip(one: socket.socket, other: socket.socket) -> float:
+    started = time.perf_counter()
+    for sender, receiver in ((one, other), (other, one)):
+        sender.send(b".")
+        select.select([receiver], [], [])
+        receiver.recv(1)
+    return time.perf_counter() - started
+
+
+def _busy_seconds() -> float:
+    """Of all cores, since the machine started."""
+    with open("/proc/stat") as file:
+        user, nice, system, _, _, interrupts, soft = map(int, file.readline().split()[1:8])
+    return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
+
+
+# ---- the same, simulated ------------------------------------------------------------------------
+
+
+def links_alone(plain: dict[str, Any]) -> dict[str, object]:
+    return {"latency": plain["latency"]}
+
+
+def with_system(plain: dict[str, Any]) -> dict[str, object]:
+    return {
+        "latency": plain["latency"],
+        "efficiency": min(1.0, plain["ideal"] / plain["seconds"]),
+        "cores": os.cpu_count(),
+        "per_frame": plain["latency"] / 2,
+        "per_byte": plain["per_byte"],
+    }
+
+
+KINDS = {"links alone": links_alone, "with TCP, cores": with_system}
+
+
+def simulated(label: str, race: Race, noop: float, more: dict[str, object]) -> dict[str, Any]:
     shapes = [each.shape for each in make_task(Workload(model=race.model)).model.parameters()]
-    rate = parse_rate(race.rate) or math.inf
+    efficiency = float(str(more.pop("efficiency", 1)))
     steps = simulate(
         spec=label.removeprefix("topreduce."),
         ranks=race.hosts,
-        rate=rate,
-        latency=LATENCY,
-        burst=0 if rate == math.inf else bucket_bytes(rate),
+        rate=race.bits * efficiency,
+        burst=bucket_bytes(race.bits),
         shapes=",".join("x".join(map(str, shape)) for shape in shapes),
         common=0,
-        compute=COMPUTE,
-        processing=max(1.0, race.hosts / (os.cpu_count() or 1)),
+        compute=noop,
         steps=16,
         skip=6,
+        **more,
     )
     return means(steps)
 
@@ -107,47 +236,58 @@ def simulated(label: str, race: Race) -> dict[str, Any]:
 def main() -> None:
     claim = Claim("lab", __doc__ or "")
     races = RACES[:1] if claim.quick else RACES
-    both = list(dict.fromkeys(each for race in races for each in (race, race.unlimited)))
-    labs = {
-        race: Run(f"lab, {race}", lambda race=race: real(race, 1 if claim.quick else 4))
-        for race in both
+    rounds, repeats = (1, 3) if claim.quick else (8, 15)
+    plain = {
+        race: Run(f"plain TCP, {race.network}", lambda race=race: plain_tcp(race, repeats))
+        for race in races
     }
+    labs = {race: Run(f"lab, {race}", lambda race=race: real(race, rounds)) for race in races}
+    found = claim.measure([*plain.values(), *labs.values()])
+    races = tuple(each for each in races if {plain[each].name, labs[each].name} <= set(found))
+
+    def count(race: Race, label: str, kind: str) -> dict[str, Any]:
+        noop = found[labs[race].name]["noop"]["seconds"]
+        return simulated(label, race, noop, KINDS[kind](found[plain[race].name]))
+
     counted = {
-        (race, label): Run(
-            f"simulated, {race}, {label}", lambda race=race, label=label: simulated(label, race)
-        )
-        for race in both
-        for label in METHODS
+        key: Run(f"simulated {key[2]}, {key[0]}, {key[1]}", lambda key=key: count(*key))
+        for key in itertools.product(races, METHODS, KINDS)
     }
-    found = claim.measure([*labs.values(), *counted.values()])
+    found |= claim.measure(list(counted.values()))
+    races = tuple(
+        race for race in races
+        if all(run.name in found for key, run in counted.items() if key[0] == race)
+    )  # fmt: skip
+
+    rows = []
+    for race in races:
+        row = found[plain[race].name]
+        cells = [f"{row['ideal'] * 1e3:.1f} ms", f"{row['seconds'] * 1e3:.1f} ms"]
+        cells += [f"{row['ideal'] / row['seconds']:.0%}", f"{row['per_byte'] * 1e9:.1f} ns"]
+        rows.append([race.network, *cells, f"{row['latency'] * 1e6:.0f} us"])
+    heads = ["", "by the links", "took", "share", "a core, for a byte at either end"]
+    claim.table([*heads, "half a round trip"], rows, "tcp")
+
     rows, lines = [], []
     for race in races:
-        pair = (race, race.unlimited)
-        needed = [labs[each] for each in pair]
-        needed += [counted[each, label] for each in pair for label in METHODS]
-        if any(run.name not in found for run in needed):
-            continue
-        limited, free = (found[labs[each].name] for each in pair)
-        noop, again = (row["seconds"] for label, row in limited.items() if label[:4] == "noop")
+        steps = found[labs[race].name]
+        noop, again = (row["seconds"] for label, row in steps.items() if label[:4] == "noop")
         rows.append([str(race), "noop twice", ms(noop), ms(again), off(again, noop), "", "", ""])
         points = []
         for label in METHODS:
-            with_limit, without = (found[counted[each, label].name] for each in pair)
-            there = limited[label]["seconds"]
-            here = noop + with_limit["seconds"] - COMPUTE
-            busy = noop + free[label]["seconds"] - free["noop"]["seconds"]
-            busy += with_limit["seconds"] - without["seconds"]
-            points.append((there, here))
-            sent = f"{limited[label]['bytes'] / 1e6:.2f}, {with_limit['bytes'] / 1e6:.2f}"
-            rows.append([str(race), f"`{label}`", ms(there), ms(here), off(here, there), ms(busy),
-                         off(busy, there), sent])  # fmt: skip
+            there = steps[label]["seconds"]
+            both = [found[counted[race, label, kind].name] for kind in KINDS]
+            cells = [cell for each in both
+                     for cell in (ms(each["seconds"]), off(each["seconds"], there))]  # fmt: skip
+            sent = f"{steps[label]['bytes'] / 1e6:.2f}, {both[0]['bytes'] / 1e6:.2f}"
+            rows.append([str(race), f"`{label}`", ms(there), *cells, sent])
+            points.append((there, both[1]["seconds"]))
         lines.append((str(race), sorted(points)))
-    heads = ["", "method", "lab", "simulated", "off by", "with processors", "off by"]
-    heads.append("MB, lab and simulated")
-    claim.table(heads, rows)
+    heads = ["", "method", "lab", *(head for kind in KINDS for head in (kind, "off by"))]
+    claim.table([*heads, "MB, lab and simulated"], rows)
     ends = [each for _, points in lines for point in points for each in point] or [1.0]
     same = ("straight: the same", [(end, end) for end in (min(ends), max(ends))])
-    title = "A step of the lab, and the same simulated"
+    title = "A step of the lab, and the same simulated, with TCP and cores"
     claim.picture(Figure(title, "seconds, lab", "seconds, simulated", [*lines, same], "log", "log"))
 
 
