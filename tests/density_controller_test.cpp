@@ -371,6 +371,23 @@ TEST(DensityController, DoesNotWanderWhereSingleStepsWaitLong) {
   }
 }
 
+// The machine has become busy: every step ends late, whatever it sends.
+TEST(DensityController, DoesNotGoDownStepByStepForNothing) {
+  Hosts hosts{.computed = 0.08, .rate = 400 * kMbit, .end = 1e-3, .noise = 0.05, .hiccup = 1e-3};
+  for (unsigned seed = 1; seed <= 20; ++seed) {
+    SCOPED_TRACE(seed);
+    Training run({}, seed);
+    run.steps(hosts, 100);
+    const std::size_t before = run.rung();
+    Hosts busy = hosts;
+    busy.end = 5.5e-3;
+    run.steps(busy, 600);
+    std::vector<std::size_t> last(run.visited.end() - 200, run.visited.end());
+    std::ranges::sort(last);
+    EXPECT_GE(last[100] + 12, before) << "an octave and a half";
+  }
+}
+
 TEST(DensityController, ComesBackAfterSomeSlowSteps) {
   const Hosts hosts{.rate = 100 * kMbit};
   Hosts slower = hosts;

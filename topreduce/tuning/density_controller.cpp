@@ -25,11 +25,13 @@ constexpr double kMostUpInRamp = 2, kLeastDownInRamp = 0.5;
 constexpr std::size_t kMedian = 5;  // steps
 constexpr double kChanged = 2;      // times what is allowed, in the median: search anew
 constexpr double kTooLong = 1.2;    // the same over all looks: a little less will do ...
-constexpr double kLeastLess = 0.7;  // ... no fewer bytes than this share
-constexpr double kBesides = 0.005;  // of a step, for both
-constexpr double kQuicker = 0.5;    // exchanges, times the usual
-constexpr double kMatters = 0.25;   // of the room: what exchanges take, to be looked at
-constexpr double kLonger = 1.25;    // computing, times the usual
+constexpr double kWorthIt = 0.5;    // of what may be waited: what its bytes take, to send fewer
+constexpr double kApart = 1.5, kFarApart = 8;  // bytes of rungs that tell what bytes take
+constexpr double kLeastLess = 0.7;             // ... no fewer bytes than this share
+constexpr double kBesides = 0.005;             // of a step, for both
+constexpr double kQuicker = 0.5;               // exchanges, times the usual
+constexpr double kMatters = 0.25;              // of the room: what exchanges take, to be looked at
+constexpr double kLonger = 1.25;               // computing, times the usual
 constexpr std::uint64_t kFirstPatience = 100, kLongestPatience = 1024;  // steps until a probe ...
 constexpr std::uint64_t kPatienceBelow = 25;  // ... where it was higher before
 constexpr double kMostUpInProbe = 1.4;
@@ -362,6 +364,30 @@ void DensityController::search() {
   good_ ? go_up(known) : go_down(known);
 }
 
+// Seconds that the bytes of a step take, by waiting and by work: what fewer of them could save. By
+// lines from the lowest rung that was seen to others with clearly more bytes.
+double DensityController::taken_by_bytes(const Measurement& taken) const {
+  const auto by_bytes = [](const Visit& visit) { return visit.taken.bytes; };
+  const Measurement& low = std::ranges::min_element(visits_, {}, by_bytes)->taken;
+  std::array<double, kMostVisits> slopes;
+  std::size_t count = 0;
+  for (const Visit& visit : visits_) {
+    const double more = visit.taken.bytes / low.bytes;
+    if (more < kApart || more > kFarApart) continue;
+    slopes[count++] = (visit.taken.waited - low.waited) / (visit.taken.bytes - low.bytes);
+  }
+  if (count == 0) return taken.waited + slowed(taken);
+  const double slope = std::max(0.0, median(std::span(slopes).first(count)));
+  return std::min(taken.waited, slope * taken.bytes) + slowed(taken);
+}
+
+// Quick enough, or not to be made quicker by fewer bytes.
+bool DensityController::will_do(const Measurement& taken) const {
+  if (fits(taken)) return true;
+  const bool too_many = options_.most_bytes > 0 && taken.bytes > options_.most_bytes;
+  return !too_many && taken_by_bytes(taken) <= kWorthIt * share_of(taken);
+}
+
 // Whether a step takes longer than it may, by this factor, or sends more.
 bool DensityController::exceeds(double factor, const Measurement& taken) const {
   const double beside = kBesides * (taken.computed + taken.waited);
@@ -383,7 +409,9 @@ void DensityController::hold() {
   }
   if (looks_.size() < kMostLooks) return;
   const Measurement all = median_of_last(kMostLooks);
-  if (exceeds(kTooLong, all) && rung_ > 0) {
+  remember(rung_, all);
+  const bool enough = will_do(all);
+  if (!enough && exceeds(kTooLong, all) && rung_ > 0) {
     patience_ = kPatienceBelow;
     const double less = std::clamp(factor_down(all), kLeastLess, kMostDown);
     return settle(std::min(rung_with(ladder_[rung_].bytes * less), rung_ - 1));
@@ -393,7 +421,7 @@ void DensityController::hold() {
   const bool matters = usual_->exchanging > kMatters * (usual_->overlap + allowed(*usual_));
   const bool quicker = matters && all.exchanging < kQuicker * usual_->exchanging;
   const bool longer = all.computed > kLonger * usual_->computed;
-  if ((quicker || longer) && fits(all)) {
+  if ((quicker || longer) && enough) {
     patience_ = kFirstPatience;
     look_for(&all);
     return go_up(all);
@@ -401,7 +429,7 @@ void DensityController::hold() {
   if (all.exchanging * kQuicker > usual_->exchanging || all.computed * kLonger < usual_->computed) {
     usual_ = all;
   }
-  if (held_ < patience_ || !fits(all)) return;
+  if (held_ < patience_ || !enough) return;
   state_ = State::probe;
   held_rung_ = rung_;
   const double more = std::clamp(factor_up(all), 1.0, kMostUpInProbe);
@@ -411,7 +439,9 @@ void DensityController::hold() {
 // A look at a higher rung: it stays if that will do as well.
 void DensityController::probe() {
   if (looks_.size() < kEnough) return;
-  const bool better = fits(median_of_last(kEnough));
+  const Measurement taken = median_of_last(kEnough);
+  remember(rung_, taken);
+  const bool better = will_do(taken);
   if (!better) patience_ = std::min(2 * patience_, kLongestPatience);
   settle(better ? rung_ : held_rung_);
 }

@@ -66,6 +66,8 @@ class TOPREDUCE_API DensityController {
   void hold();
   void probe();
   bool exceeds(double factor, const Measurement& taken) const;
+  double taken_by_bytes(const Measurement& taken) const;
+  bool will_do(const Measurement& taken) const;
   void learn_processor();
   void sort_out();
   double slowed(const Measurement& taken) const;
