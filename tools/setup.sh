@@ -119,9 +119,13 @@ setup_system() {
   venv_works || step 'python environment .venv' venv make_venv
 }
 
+# Byte code comes with the first import, of those files only that we import: it must be kept, or every
+# process would make it anew.
+unset PYTHONDONTWRITEBYTECODE
 setup_requirements() {
   once requirements "$("$python" -V) $(digest requirements/dev.txt)" \
-    'pip install -r requirements/dev.txt' requirements pip_install -r requirements/dev.txt
+    'pip install -r requirements/dev.txt' requirements \
+    pip_install --no-compile -r requirements/dev.txt
 }
 
 setup_package() {

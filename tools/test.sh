@@ -110,7 +110,7 @@ run_tests() {
     esac
     shift
   done
-  ((${#main[@]} + ${#beside[@]})) || beside=(lint docs fuzz) main=(asan tsan release mpi python)
+  ((${#main[@]} + ${#beside[@]})) || beside=(lint docs) main=(asan tsan release mpi python)
 
   if [[ " ${main[*]} ${beside[*]} " =~ ' '(python|lint)' ' ]]; then beside=(package "${beside[@]}"); fi
 

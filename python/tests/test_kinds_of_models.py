@@ -86,8 +86,11 @@ def keep_the_law_compiled(rank: Rank, folder: str) -> None:
     sync = attach_at_once(ddp, "topk", density=0.05)
     with (
         mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder),
-        # In this process, and without headers for the many kernels of other models.
-        torch._inductor.config.patch(compile_threads=1, cpp_cache_precompile_headers=False),
+        # In this process, without headers for the many kernels of other models, and without vector
+        # instructions, each kind of which it would try by a compilation.
+        torch._inductor.config.patch(
+            {"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
+        ),
     ):
         for step in range(4):
             x = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + rank.rank))

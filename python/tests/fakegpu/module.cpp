@@ -16,9 +16,9 @@ using Tensors = std::vector<Tensor>;
 using c10d::Work;
 using WorkPointer = c10::intrusive_ptr<Work>;
 
-Tensors from_inside(const Tensors& tensors) {
+Tensors all_from_inside(const Tensors& tensors) {
   Tensors result;
-  for (const Tensor& each : tensors) result.push_back(fakegpu::from_inside(each));
+  for (const Tensor& each : tensors) result.push_back(from_inside(each));
   return result;
 }
 
@@ -35,13 +35,13 @@ class Backend final : public c10d::Backend {
 
   WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     return run("broadcast", tensors, tensors,
-               [=, inner = from_inside(tensors)](auto& gloo) mutable {
+               [=, inner = all_from_inside(tensors)](auto& gloo) mutable {
                  return gloo.broadcast(inner, options);
                });
   }
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     return run("allreduce", tensors, tensors,
-               [=, inner = from_inside(tensors)](auto& gloo) mutable {
+               [=, inner = all_from_inside(tensors)](auto& gloo) mutable {
                  return gloo.allreduce(inner, options);
                });
   }
@@ -51,11 +51,11 @@ class Backend final : public c10d::Backend {
     std::vector<Tensors> inner;
     for (const Tensors& each : outputs) {
       all.insert(all.end(), each.begin(), each.end());
-      inner.push_back(from_inside(each));
+      inner.push_back(all_from_inside(each));
     }
     return run(
         "allgather", inputs, all,
-        [=, in = from_inside(inputs)](auto& gloo) mutable {
+        [=, in = all_from_inside(inputs)](auto& gloo) mutable {
           return gloo.allgather(inner, in, options);
         },
         outputs);
@@ -63,21 +63,22 @@ class Backend final : public c10d::Backend {
   WorkPointer _allgather_base(Tensor& output, Tensor& input,
                               const c10d::AllgatherOptions& options) override {
     return run("allgather_base", {input}, {output},
-               [=, out = fakegpu::from_inside(output), in = fakegpu::from_inside(input)](
-                   auto& gloo) mutable { return gloo._allgather_base(out, in, options); });
+               [=, out = from_inside(output), in = from_inside(input)](auto& gloo) mutable {
+                 return gloo._allgather_base(out, in, options);
+               });
   }
   WorkPointer _reduce_scatter_base(Tensor& output, Tensor& input,
                                    const c10d::ReduceScatterOptions& options) override {
     return run("reduce_scatter_base", {input}, {output},
-               [=, out = fakegpu::from_inside(output), in = fakegpu::from_inside(input)](
-                   auto& gloo) mutable { return gloo._reduce_scatter_base(out, in, options); });
+               [=, out = from_inside(output), in = from_inside(input)](auto& gloo) mutable {
+                 return gloo._reduce_scatter_base(out, in, options);
+               });
   }
   WorkPointer alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_sizes,
                             std::vector<int64_t>& input_sizes,
                             const c10d::AllToAllOptions& options) override {
     return run("alltoall_base", {input}, {output},
-               [=, out = fakegpu::from_inside(output),
-                in = fakegpu::from_inside(input)](auto& gloo) mutable {
+               [=, out = from_inside(output), in = from_inside(input)](auto& gloo) mutable {
                  return gloo.alltoall_base(out, in, output_sizes, input_sizes, options);
                });
   }

@@ -1,6 +1,7 @@
 """Random numbers: Philox4x32-10 (Salmon et al. 2011), a block per (seed, step, purpose, i)."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 _WORD = 0xFFFFFFFF
 
@@ -19,6 +20,7 @@ def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, i
 PLACES, CAPS, SKETCH, ROWS, SAMPLE = 1, 2, 3, 4, 5  # purposes
 
 
+@lru_cache(2**17)  # runs of the same seed draw the same
 def random_block(seed: int, step: int, purpose: int, i: int) -> tuple[int, int, int, int]:
     return philox((i, purpose, step & _WORD, step >> 32), (seed & _WORD, seed >> 32))
 
