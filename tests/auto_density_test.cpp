@@ -260,7 +260,7 @@ TEST(AutoDensity, GoesOnWhereItWas) {
       }
     };
     Reducer reducer(a_model(), "auto");
-    advance(reducer, kSteps);
+    advance(reducer, 2 * kSteps);
     Texts saved(StateVisitor::Purpose::save);
     reducer.visit(saved);
     Texts loaded(StateVisitor::Purpose::load, saved.texts);
@@ -271,7 +271,7 @@ TEST(AutoDensity, GoesOnWhereItWas) {
     EXPECT_EQ(other.choices(), reducer.choices());
     advance(other, 5);
     EXPECT_EQ(other.level(), reducer.level()) << "and stays there";
-    EXPECT_EQ(tuning::Choices::parse(other.choices()).steps(), std::uint64_t{kSteps + 5});
+    EXPECT_EQ(tuning::Choices::parse(other.choices()).steps(), std::uint64_t{2 * kSteps + 5});
 
     // A state without a text: the search begins anew.
     Texts old(StateVisitor::Purpose::load);
