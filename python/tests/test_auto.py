@@ -72,7 +72,7 @@ def find_and_repeat(rank: Rank, folder: str) -> None:
     found = levels(sync)
     expect_same_everywhere(found)
     assert float(found[-1]) < 0.2, found
-    assert found[-1] != found[0]
+    assert len(set(found)) > 1, found
     assert f"auto, density {float(found[-1]):.3g} (settled: waits " in repr(sync)
     stats = sync.stats()
     assert stats["density"] == float(found[-1])

@@ -218,7 +218,7 @@ def test_a_model_of_the_users(
         ("race --methods tpok", "unknown method 'tpok'"),
         ("race --rate none --then 1gbit", "--then changes rates"),
         ("race --then none", "--then changes rates"),
-        ("race --shards 2 --methods noop,powersgd:1", "it has noop, dense, bf16"),
+        ("race --shards 2 --methods noop,powersgd:1", "take noop, dense, bf16"),
         ("race --rate fast", "100mbit"),
         ("race --hosts 3 --rate 1mbit,2mbit", "3 hosts"),
         ("race --local --delay 5ms", "leave --local out"),
