@@ -3,11 +3,15 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import Rank, group
+from torch.nn.parallel import distributed
 
+from topreduce.lab.experiments import methods
 from topreduce.lab.experiments.clock import as_found, on_the_clock_of
 from topreduce.lab.experiments.diloco import DiLoCo
 from topreduce.lab.experiments.methods import parse_methods
@@ -68,6 +72,25 @@ def test_the_first_method_runs_again() -> None:
     methods = with_again(parse_methods("noop,topk"))
     assert [method.label for method in methods] == ["noop", "noop (A/A)", "topk"]
     assert [method.spec for method in methods] == ["noop", "noop", "topk"]
+
+
+def make_weights(rank: Rank, seed: int) -> tuple[bool, list[float]]:
+    """Whether DDP broadcast weights, and which it has."""
+    torch.manual_seed(seed + rank.rank if seed else 0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    ddp = distributed.DistributedDataParallel
+    with mock.patch.object(methods, "DistributedDataParallel", wraps=ddp) as wrapped:
+        (method,) = parse_methods("noop")
+        method.attach(model, 0)
+    return wrapped.call_args.kwargs["init_sync"], model[0].weight.flatten().tolist()
+
+
+def test_weights_that_ranks_have_already_are_not_sent() -> None:
+    alike = group(2).run(make_weights, 0)
+    unlike = group(2).run(make_weights, 1)
+    assert [sent for sent, _ in alike] == [False, False]
+    assert [sent for sent, _ in unlike] == [True, True]
+    assert alike[0] == alike[1] and unlike[0] == unlike[1]
 
 
 # ---- DiLoCo -----------------------------------------------------------------------------------
