@@ -165,6 +165,21 @@ def test_a_wait_gives_gradients_of_noise() -> None:
     assert not torch.equal(first[0], other[0])
 
 
+def test_a_wait_gives_gradients_whose_large_entries_last() -> None:
+    """So that a threshold of one step fits the next, as in a training."""
+    task = make_task(Workload(model="gpt:0.6m", compute=1e-6))
+
+    def large(rank: int, step: int) -> torch.Tensor:
+        task.model.zero_grad()
+        task.loss(task.model, rank, step).backward()
+        every = torch.cat([each.grad.flatten() for each in task.model.parameters()])  # type: ignore[union-attr]
+        return every.abs() > every.abs().quantile(0.99)
+
+    first, later, elsewhere = large(0, 0), large(0, 1), large(1, 0)
+    for other in (later, elsewhere):
+        assert 0.2 < (first & other).sum() / first.sum() < 0.9
+
+
 # ---- launcher -------------------------------------------------------------------------------
 
 

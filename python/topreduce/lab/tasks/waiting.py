@@ -5,6 +5,7 @@ So a machine with few cores can stand for hosts with accelerators.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 _BLOCKS = 6
+_GRADIENTS = 8  # for ranks and steps to draw from
+_SPREAD = 1.5  # of the logarithm of an entry's size
 
 
 class Waiting:
@@ -27,19 +30,12 @@ class Waiting:
     learning_rate = 0.0
 
     def __init__(self, shapes: Sequence[torch.Size], compute: float, seed: int) -> None:
-        self.model: nn.Module = _Shapes(shapes)
-        entries = sum(each.numel() for each in self.model.parameters())
-        self._forward = compute / 3
-        self._seconds_per_entry = 2 * compute / 3 / entries
-        generator = torch.Generator().manual_seed(seed)
-        noise = torch.randn(2 * entries + 1, generator=generator)
-        self._noise = noise * noise.abs()  # long tails, as gradients have
+        self.model: nn.Module = _Shapes(shapes, compute)
+        self._gradients = _gradients(sum(map(math.prod, shapes)), seed)
 
     def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
-        time.sleep(self._forward)
-        generator = torch.Generator().manual_seed(1000 * step + rank)
-        start = int(torch.randint(len(self._noise) // 2, (), generator=generator))
-        waited: Tensor = model(self._noise[start:], self._seconds_per_entry)
+        order = torch.randperm(_GRADIENTS, generator=torch.Generator().manual_seed(step))
+        waited: Tensor = model(self._gradients[order[rank % _GRADIENTS]])
         return waited
 
     def validation_loss(self, part: int, parts: int) -> float:
@@ -49,12 +45,26 @@ class Waiting:
         return ""
 
 
+@functools.lru_cache(maxsize=1)
+def _gradients(entries: int, seed: int) -> Tensor:
+    """Noise, in which some entries are larger than others in all steps and ranks, as in gradients.
+
+    Kept for all methods of a race: it is many times the size of the model.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lasting = torch.randn(entries, generator=generator).mul_(_SPREAD).exp_()
+    return torch.randn(_GRADIENTS, entries, generator=generator).mul_(lasting)
+
+
 class _Shapes(nn.Module):
     """In blocks of consecutive parameters, as models are sharded by."""
 
-    def __init__(self, shapes: Sequence[torch.Size]) -> None:
+    def __init__(self, shapes: Sequence[torch.Size], compute: float) -> None:
         super().__init__()
-        share = sum(shape.numel() for shape in shapes) / _BLOCKS
+        entries = sum(map(math.prod, shapes))
+        self._forward_seconds = compute / 3
+        self._seconds_per_entry = 2 * compute / 3 / entries
+        share = entries / _BLOCKS
         groups: list[list[torch.Size]] = [[]]
         for shape in shapes:
             groups[-1].append(shape)
@@ -63,11 +73,12 @@ class _Shapes(nn.Module):
         self.blocks = nn.ModuleList(_Block(group) for group in groups if group)
         self._sizes = [sum(each.numel() for each in group) for group in groups if group]
 
-    def forward(self, noise: Tensor, seconds_per_entry: float) -> Tensor:
+    def forward(self, gradients: Tensor) -> Tensor:
+        time.sleep(self._forward_seconds)
         value = torch.zeros((), requires_grad=True)
         end = 0
         for block, size in zip(self.blocks, self._sizes, strict=True):
-            value = block(value, noise[end:], seconds_per_entry)
+            value = block(value, gradients[end:], self._seconds_per_entry)
             end += size
         return value
 
@@ -77,10 +88,10 @@ class _Block(nn.Module):
         super().__init__()
         self.tensors = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
 
-    def forward(self, value: Tensor, noise: Tensor, seconds_per_entry: float) -> Tensor:
+    def forward(self, value: Tensor, gradients: Tensor, seconds_per_entry: float) -> Tensor:
         end = 0
         for parameter in self.tensors:
-            gradient = noise[end : end + parameter.numel()].view(parameter.shape)
+            gradient = gradients[end : end + parameter.numel()].view(parameter.shape)
             end += parameter.numel()
             seconds = seconds_per_entry * parameter.numel()
             value = _Wait.apply(value, parameter, gradient, seconds)  # type: ignore[no-untyped-call]
