@@ -33,7 +33,7 @@ constexpr double kQuicker = 0.5;               // exchanges, times the usual
 constexpr double kMatters = 0.25;              // of the room: what exchanges take, to be looked at
 constexpr double kLonger = 1.25;               // computing, times the usual
 constexpr std::uint64_t kFirstPatience = 100, kLongestPatience = 1024;  // steps until a probe ...
-constexpr std::uint64_t kPatienceBelow = 25;  // ... where it was higher before
+constexpr std::uint64_t kPatienceBelow = 32;  // ... where it was higher before
 constexpr double kMostUpInProbe = 1.4;
 
 // Going up and down: factors of bytes.
@@ -41,8 +41,7 @@ constexpr double kLeastUp = 1.1, kMostUp = 4, kLeastDown = 1.0 / 32, kMostDown =
 constexpr double kLeastByProcessor = 0.25, kLeastFromHold = 0.5;
 constexpr double kOfTheRoom = 0.95;
 
-// All that it costs, by waiting and by work on cores that compute, times what may be waited.
-constexpr double kInAll = 1.1;
+// What work costs on cores that compute.
 constexpr double kGuess = 0.8, kGuessWithin = 0.4, kMostSlowdown = 6;  // seconds per second of work
 constexpr double kLeastScatter = 0.003;                                // of the computing
 constexpr double kDeviations = 1.5;  // a standard deviation, times the median deviation
@@ -127,7 +126,7 @@ double DensityController::slowed(const Measurement& taken) const {
 }
 
 double DensityController::allowed_in_all(const Measurement& taken) const {
-  return floor_ + kInAll * share_of(taken);
+  return floor_ + share_of(taken);
 }
 
 // How many times as many bytes the processor allows. Of the waiting, what the exchange took beyond
