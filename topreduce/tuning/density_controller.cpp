@@ -16,6 +16,7 @@ constexpr std::size_t kMostLooks = 9;
 constexpr std::size_t kEnough = 4;  // looks, where the first two leave a doubt
 constexpr double kDoubt = 0.25;     // of what may be waited
 constexpr std::size_t kNear = 2;    // rungs between good and bad that are not worth another look
+constexpr double kNearly = 0.9;     // of what it may cost: not worth one either
 
 // In the ramp.
 constexpr double kFarTooLong = 2;  // times what is allowed: one look is enough
@@ -42,7 +43,7 @@ constexpr double kLeastByProcessor = 0.25, kLeastFromHold = 0.5;
 constexpr double kOfTheRoom = 0.95;
 
 // What work costs on cores that compute.
-constexpr double kGuess = 0.8, kGuessWithin = 0.4, kMostSlowdown = 6;  // seconds per second of work
+constexpr double kGuess = 1.2, kGuessWithin = 0.8, kMostSlowdown = 6;  // seconds per second of work
 constexpr double kLeastScatter = 0.003;                                // of the computing
 constexpr double kDeviations = 1.5;  // a standard deviation, times the median deviation
 constexpr std::size_t kMostVisits = 32;
@@ -223,6 +224,7 @@ void DensityController::look_for(const Measurement* held) {
   state_ = State::search;
   good_.reset();
   bad_.reset();
+  apart_.reset();
   visits_.clear();
   stride_ = 1;
   floor_ = 0;
@@ -356,11 +358,31 @@ void DensityController::search() {
   if (taken.waited > allowed(taken)) slower_ = taken;
   if (!good_ && bad_ == 0) return settle(0);
   if (good_ == ladder_.size() - 1) return settle(*good_);
-  if (good_ && bad_ && *bad_ - *good_ <= kNear) return settle(*good_);
-  if (good_ && bad_) return move_to((*good_ + *bad_ + 1) / 2);
+  if (good_ && bad_) {
+    const std::size_t next = between();
+    const bool nearly = cost(seen_at(*good_)) >= kNearly && next <= *good_ + kNear;
+    return nearly || *bad_ - *good_ <= kNear ? settle(*good_) : move_to(next);
+  }
   rung_ = good_ ? *good_ : *bad_;
-  const Measurement known = std::ranges::find(visits_, rung_, &Visit::rung)->taken;
+  const Measurement known = seen_at(rung_);
   good_ ? go_up(known) : go_down(known);
+}
+
+const Measurement& DensityController::seen_at(std::size_t rung) const {
+  return std::ranges::find(visits_, rung, &Visit::rung)->taken;
+}
+
+// Where a line between good and bad costs as much as it may; or in the middle, if such a line has
+// last brought them no nearer than that would have.
+std::size_t DensityController::between() {
+  const std::size_t apart = *bad_ - *good_;
+  const bool by_line = !apart_ || 2 * apart <= *apart_;
+  apart_ = by_line ? std::optional(apart) : std::nullopt;
+  if (!by_line) return (*good_ + *bad_ + 1) / 2;
+  const double low = cost(seen_at(*good_)), high = cost(seen_at(*bad_));
+  const double from = ladder_[*good_].bytes, to = ladder_[*bad_].bytes;
+  const std::size_t rung = rung_with(from + (to - from) * (1 - low) / (high - low));
+  return std::clamp(rung, *good_ + 1, std::max(*good_ + 1, *bad_ - 1));
 }
 
 // Seconds that the bytes of a step take, by waiting and by work: what fewer of them could save. By

@@ -21,7 +21,8 @@ struct Rung {
 ///
 /// Each rung is tried for a few steps. Where to go next is told by the bytes: what is exchanged
 /// while gradients are computed is free, and what exceeds that is waited for. Between a rung that
-/// was quick enough and one that was not it halves, until they are neighbours, or nearly.
+/// was quick enough and one that was not it follows a line, or halves, until they are nearly
+/// neighbours.
 /// Where cores are shared, the exchange also slows the computing down. How much of its work does so
 /// is told by rungs with more and less of it; what it costs in all is limited as well.
 /// Then it holds still. If steps wait a little too long, in the median of many, it goes down a
@@ -63,6 +64,8 @@ class TOPREDUCE_API DensityController {
   double overhead_at(std::uint64_t step) const;
   void follow_ramp();
   void search();
+  const Measurement& seen_at(std::size_t rung) const;
+  std::size_t between();
   void hold();
   void probe();
   bool exceeds(double factor, const Measurement& taken) const;
@@ -98,6 +101,7 @@ class TOPREDUCE_API DensityController {
   std::size_t rung_;
   std::size_t stride_ = 1;  // up, if the bytes tell no more
   std::optional<std::size_t> good_, bad_;
+  std::optional<std::size_t> apart_;  // good and bad, when a line between them was last followed
   struct Visit {
     std::size_t rung;
     Measurement taken;
