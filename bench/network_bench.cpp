@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <sstream>
 #include <stdexcept>
@@ -27,7 +28,7 @@ using simulated::Network;
 using Words = std::map<std::string, std::string>;
 
 const Words kDefaults = {
-    {"spec", "topk"},
+    {"spec", "topk"},  // or noop, which exchanges nothing
     {"ranks", "4"},
     {"ranks_per_host", "1"},
     {"rate", "100e6"},        // of a host's link, bits per second
@@ -39,8 +40,12 @@ const Words kDefaults = {
     {"cores", "0"},            // that all ranks share; 0: processors cost nothing
     {"per_frame", "0"},        // seconds that the system takes of them to send or receive a frame
     {"per_byte", "0"},         // and each of its bytes
-    {"compute", "0"},          // seconds of forward and backward pass
-    {"optimizer", "0"},        // seconds after the exchange
+    {"compute", "0"},          // seconds of forward and backward pass that take no core
+    {"optimizer", "0"},        // seconds after the exchange, the same
+    {"forward_work", "0"},     // seconds of a core at the end of the forward pass,
+    {"backward_work", "0"},    // in the backward pass, as much before each gradient,
+    {"after_work", "0"},       // and after the exchange, besides what the library takes
+    {"period", "0"},           // from a step's start to the next one's; 0: as soon as a rank can
     {"shapes", "250x100*40"},  // of parameters, with commas between
     {"common", "0.5"},         // share of the gradients' variance that all ranks have in common
     {"steps", "6"},
@@ -96,7 +101,8 @@ class Gradients {
 };
 
 struct Step {
-  double end = 0, bytes = 0, most_bytes = 0, messages = 0, selected = 0, delivered = 0, rounds = 0;
+  double end = 0, after = 0;  // after: from the last gradient on, mean over the ranks
+  double bytes = 0, most_bytes = 0, messages = 0, selected = 0, delivered = 0, rounds = 0;
 };
 
 class Run {
@@ -133,34 +139,64 @@ class Run {
   }
 
   void train(Network::Rank& comm) {
-    Reducer reducer(layout_, words_.at("spec"));
+    std::optional<Reducer> reducer;
+    if (words_.at("spec") != "noop") reducer.emplace(layout_, words_.at("spec"));
     std::vector<float> values(layout_.size());
-    const double compute = number("compute"), optimizer = number("optimizer");
     for (std::size_t step = 0; step < steps_; ++step) {
       gradients_.fill(step, comm.rank(), values);
       comm.restart_processor();  // gradients cost nothing here
-      const double start = comm.now();
-      reducer.begin(comm);
-      std::size_t ready = 0;
-      for (std::size_t p = layout_.count(); p-- > 0;) {
-        ready += layout_[p].size;
-        const double share = static_cast<double>(ready) / static_cast<double>(layout_.size());
-        // A third of the time is the forward pass.
-        while (!comm.wait_until(start + compute * (1 + 2 * share) / 3)) reducer.progress();
-        reducer.add(std::array{p}, std::span(values).subspan(layout_[p].offset, layout_[p].size));
-      }
-      const StepStats stats = reducer.finish();
-      const double end = comm.now() + optimizer;
+      wait_for_start(comm, step);
+      const double computed = compute(comm, reducer, values);
+      const StepStats stats = reducer ? reducer->finish() : StepStats();
+      comm.work(number("after_work"));
+      const double end = comm.now() + number("optimizer");
       while (!comm.wait_until(end)) comm.poll();
-      add(step, end, stats);
+      add(step, end, end - computed, stats);
     }
   }
 
-  void add(std::size_t step, double end, const StepStats& stats) {
+  void wait_for_start(Network::Rank& comm, std::size_t step) const {
+    const double start = static_cast<double>(step) * number("period");
+    if (step > 0 && start > 0 && comm.now() > start) {
+      throw std::invalid_argument("period must be longer than a step takes");
+    }
+    while (!comm.wait_until(start)) comm.poll();
+  }
+
+  // Returns when the last gradient was there. A third of the waiting is the forward pass. What the
+  // library does with a gradient does not hold up the backward pass, unless the next one is there
+  // before it ends.
+  double compute(Network::Rank& comm, std::optional<Reducer>& reducer, std::span<float> values) {
+    const double forward = number("compute") / 3, backward = 2 * forward;
+    const auto count = static_cast<double>(layout_.count());
+    const auto size = static_cast<double>(layout_.size());
+    const auto wait = [&](double end) {
+      while (!comm.wait_until(end)) {
+        if (reducer) reducer->progress();
+      }
+    };
+    double computed = comm.now();
+    if (reducer) reducer->begin(comm);
+    wait(computed + forward);
+    comm.work(number("forward_work"));
+    computed = comm.now();
+    for (std::size_t p = layout_.count(); p-- > 0;) {
+      wait(computed + backward * static_cast<double>(layout_[p].size) / size);
+      comm.work(number("backward_work") / count);
+      computed = comm.now();
+      if (reducer) {
+        reducer->add(std::array{p}, values.subspan(layout_[p].offset, layout_[p].size));
+      }
+    }
+    return computed;
+  }
+
+  void add(std::size_t step, double end, double after, const StepStats& stats) {
     const std::lock_guard lock(mutex_);
     Step& sum = sums_[step];
     const auto share = 1 / static_cast<double>(ranks_);
     sum.end = std::max(sum.end, end);
+    sum.after += share * after;
     sum.bytes += share * static_cast<double>(stats.bytes_sent);
     sum.most_bytes = std::max(sum.most_bytes, static_cast<double>(stats.bytes_sent));
     sum.messages += share * static_cast<double>(stats.messages);
@@ -174,11 +210,15 @@ class Run {
     const auto skip = static_cast<std::size_t>(number("skip"));
     for (std::size_t step = skip; step < steps_; ++step) {
       const Step& sum = sums_[step];
+      const double period = number("period");
+      const double before = step > 0 ? sums_[step - 1].end : 0;
+      const double start = period > 0 ? static_cast<double>(step) * period : before;
       std::printf(
-          "%s{\"step\": %zu, \"seconds\": %.9g, \"bytes\": %.9g, \"most_bytes\": %.9g, "
-          "\"messages\": %.6g, \"selected\": %.9g, \"delivered\": %.9g, \"rounds\": %.3g}",
-          step > skip ? ", " : "", step, sum.end - (step > 0 ? sums_[step - 1].end : 0), sum.bytes,
-          sum.most_bytes, sum.messages, sum.selected, sum.delivered, sum.rounds);
+          "%s{\"step\": %zu, \"seconds\": %.9g, \"after\": %.9g, \"bytes\": %.9g, "
+          "\"most_bytes\": %.9g, \"messages\": %.6g, \"selected\": %.9g, \"delivered\": %.9g, "
+          "\"rounds\": %.3g}",
+          step > skip ? ", " : "", step, sum.end - start, sum.after, sum.bytes, sum.most_bytes,
+          sum.messages, sum.selected, sum.delivered, sum.rounds);
     }
     std::printf("]}\n");
   }

@@ -84,6 +84,8 @@ class Network {
     double now();
     /// Waits: true if it is `time`, false if something came before, which wants to be looked at.
     bool wait_until(double time);
+    /// Computes for so long, besides what is really computed here: nothing if cores cost nothing.
+    void work(double seconds);
     /// What the processor did until now took no time.
     void restart_processor() { cpu_ = cpu_seconds(); }
 
@@ -193,6 +195,10 @@ inline void Network::Rank::count_frame(std::size_t bytes) {
   const Processors& each = network_.topology_.processors;
   if (each.cores == 0) return;
   clock_ += each.per_frame + each.per_byte * static_cast<double>(bytes);
+}
+
+inline void Network::Rank::work(double seconds) {
+  if (network_.topology_.processors.cores > 0) clock_ += seconds;
 }
 
 inline double Network::Rank::now() {

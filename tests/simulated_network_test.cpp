@@ -2,6 +2,7 @@
 
 #include "tests/simulated_network.h"
 
+#include <algorithm>
 #include <array>
 #include <vector>
 
@@ -108,6 +109,31 @@ TEST(SimulatedNetwork, RanksShareTheCores) {
   EXPECT_NEAR(arrivals(topology, sends)[3], 6, 0.1);
   topology.processors.cores = 2;  // while one of them receives, the other sends
   EXPECT_NEAR(arrivals(topology, sends)[3], 4, 0.1);
+}
+
+// All of them compute for a second, wait for two, and compute again: a wait takes no core.
+TEST(SimulatedNetwork, WorkTakesACoreAndAWaitDoesNot) {
+  const auto ends = [](std::size_t cores) {
+    Topology topology = hosts(4, {});
+    topology.processors.cores = cores;
+    std::vector<double> times(4);
+    Network(topology).run([&](Network::Rank& comm) {
+      comm.work(1);
+      const double end = comm.now() + 2;
+      while (!comm.wait_until(end)) comm.poll();
+      comm.work(1);
+      times[at(comm.rank())] = comm.now();
+    });
+    std::ranges::sort(times);
+    return times;
+  };
+  const auto expect = [](const std::vector<double>& times, std::array<double, 4> expected) {
+    for (std::size_t i = 0; i < 4; ++i) EXPECT_NEAR(times[i], expected[i], 0.1) << i;
+  };
+  expect(ends(0), {2, 2, 2, 2});
+  expect(ends(4), {4, 4, 4, 4});
+  expect(ends(2), {4, 4, 5, 5});  // those that began later wait until 4
+  expect(ends(1), {5, 6, 7, 8});  // the first waits for the fourth, until 4
 }
 
 TEST(SimulatedNetwork, AnAlarmRingsUnlessSomethingComesBefore) {

@@ -5,12 +5,16 @@ time, with the rates, bursts and waits of the lab. Two simulations are shown bes
 
     links alone      what is sent waits for links, and nothing else takes time
     with TCP, cores  links as quick as plain TCP makes them when all hosts send to all at once, and
-                     the cores of this machine, which all hosts share: for what the library computes
-                     and for what the system takes to move bytes
+                     the cores of this machine, which all hosts share: for what the library
+                     computes, what Python and PyTorch do around it, and what the system takes to
+                     move bytes
 
 What TCP makes of the links and what it takes of the cores is measured with bare sockets on the same
-links, without a line of the library (`plain_tcp`). Hosts wait instead of computing: in the lab 50
-ms, simulated for as long as `noop` takes there. Nothing else may run meanwhile.
+links, without a line of the library (`tcp.py`). Hosts wait 50 ms instead of computing, which
+takes no core. What their processes take of the cores is measured where nothing is sent, with each
+process in a group of its own (`processor.py`), for `noop` and for every method. The simulation runs
+the library itself, so that one simulated rank tells what to take off (`library`). "Links alone"
+waits for as long as `noop` takes in the race. Nothing else may run meanwhile.
 """
 
 from __future__ import annotations
@@ -18,13 +22,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import select
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,11 +34,14 @@ from typing import Any
 from claim import Claim, Run
 from figure import Figure
 from network import means, simulate
+from processor import PARTS, Options, processor_seconds
+from tcp import plain_tcp
 
-from topreduce.lab.network.cluster import Host, bucket_bytes, cluster, rate_words
+from topreduce.lab.network.cluster import bucket_bytes, rate_words
 from topreduce.lab.tasks.models import Workload, make_task
 from topreduce.units import parse_rate
 
+MODEL = "gpt:1m"
 COMPUTE = 0.05
 METHODS = (
     "topreduce.dense",
@@ -50,11 +55,10 @@ METHODS = (
 @dataclass(frozen=True)
 class Race:
     hosts: int
-    model: str
     rate: str
 
     def __str__(self) -> str:
-        return f"{self.network}, {self.model}"
+        return f"{self.network}, {MODEL}"
 
     @property
     def network(self) -> str:
@@ -68,17 +72,17 @@ class Race:
 
 
 RACES = (
-    Race(4, "gpt:1m", "100mbit"),
-    Race(8, "gpt:1m", "100mbit"),
-    Race(4, "gpt:1m", "1gbit"),
-    Race(8, "gpt:1m", "1gbit"),
+    Race(4, "100mbit"),
+    Race(8, "100mbit"),
+    Race(4, "1gbit"),
+    Race(8, "1gbit"),
 )
 
 
 def real(race: Race, rounds: int) -> dict[str, Any]:
     """The median step of each method, and the bytes at a host's interface."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "topreduce", "lab", "race", "--model", race.model]
+        command = [sys.executable, "-m", "topreduce", "lab", "race", "--model", MODEL]
         command += ["--hosts", str(race.hosts), "--rate", race.rate]
         command += ["--compute", f"{COMPUTE * 1e3:g}ms", "--rounds", str(rounds)]
         command += ["--methods", ",".join(["noop", *METHODS]), "--out", f"{folder}/race"]
@@ -93,190 +97,179 @@ def real(race: Race, rounds: int) -> dict[str, Any]:
     }
 
 
-# ---- plain TCP ----------------------------------------------------------------------------------
-
-SIZES = (20_000, 60_000, 200_000)  # of a message in the races
-HEADERS = (1514 + 33) / 1448  # Ethernet, IP and TCP, and half an acknowledgement
-PORT = 29600
-Pairs = dict[tuple[int, int], socket.socket]
-
-
-def plain_tcp(race: Race, repeats: int) -> dict[str, Any]:
-    """All hosts send as much to all others at once: what the links would take, and what it took.
-
-    "per_byte" is what a core does for a byte, at either end; "latency" half a round trip of a byte.
-    """
-    rate, ideal, took, busy, moved = race.bits, 0.0, 0.0, 0.0, 0.0
-    with cluster([rate] * race.hosts) as hosts:
-        senders, receivers = _connected(hosts)
-        _all_to_all(senders, receivers, max(SIZES))  # opens TCP's windows
-        for size in SIZES:
-            found = []
-            for _ in range(repeats):
-                time.sleep(0.05)  # buckets fill again
-                before = _busy_seconds()
-                found.append(_all_to_all(senders, receivers, size))
-                busy += _busy_seconds() - before
-                moved += size * len(senders)
-            took += statistics.median(found)
-            wire = (race.hosts - 1) * size * HEADERS
-            ideal += max(0.0, 8 * (wire - bucket_bytes(rate)) / rate)
-        trips = [_round_trip(senders[0, 1], receivers[0, 1]) for _ in range(50)]
-        for each in (*senders.values(), *receivers.values()):
-            each.close()
-    return {
-        "ideal": ideal, "seconds": took, "per_byte": busy / moved / 2,
-        "latency": statistics.median(trips) / 2,
-    }  # fmt: skip
-
-
-def _connected(hosts: list[Host]) -> tuple[Pairs, Pairs]:
-    senders: Pairs = {}
-    receivers: Pairs = {}
-    for to, host in enumerate(hosts):
-        place = (host.address, PORT)
-        with host.namespace.run(lambda place=place: socket.create_server(place)) as listener:
-            for number, other in enumerate(hosts):
-                if number == to:
-                    continue
-                pair = (number, to)
-                senders[pair] = other.namespace.run(
-                    lambda place=place: socket.create_connection(place)
-                )
-                receivers[pair], _ = listener.accept()
-                for end in (senders[pair], receivers[pair]):
-                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    end.setblocking(False)
-    return senders, receivers
-
-
-def _all_to_all(senders: Pairs, receivers: Pairs, size: int) -> float:
-    """Seconds until the last byte is there. Each host begins with the next one, as ours do."""
-    data, space = memoryview(bytes(size)), bytearray(1 << 20)
-    files = {each.fileno(): (pair, True) for pair, each in senders.items()}
-    files |= {each.fileno(): (pair, False) for pair, each in receivers.items()}
-    sent, missing = dict.fromkeys(senders, 0), dict.fromkeys(receivers, size)
-    ranks = max(to for _, to in senders) + 1
-    with select.epoll() as poll:
-        for each in receivers.values():
-            poll.register(each.fileno(), select.EPOLLIN)
-        started = time.perf_counter()
-        for pair in sorted(senders, key=lambda pair: (pair[1] - pair[0]) % ranks):
-            sent[pair] = senders[pair].send(data)
-            if sent[pair] < size:
-                poll.register(senders[pair].fileno(), select.EPOLLOUT)
-        while missing:
-            for file, _ in poll.poll():
-                pair, sends = files[file]
-                if sends:
-                    sent[pair] += senders[pair].send(data[sent[pair] :])
-                    if sent[pair] == size:
-                        poll.unregister(file)
-                    continue
-                missing[pair] -= receivers[pair].recv_into(space)
-                if not missing[pair]:
-                    del missing[pair]
-        return time.perf_counter() - started
-
-
-def _round_trip(one: socket.socket, other: socket.socket) -> float:
-    started = time.perf_counter()
-    for sender, receiver in ((one, other), (other, one)):
-        sender.send(b".")
-        select.select([receiver], [], [])
-        receiver.recv(1)
-    return time.perf_counter() - started
-
-
-def _busy_seconds() -> float:
-    """Of all cores, since the machine started."""
-    with open("/proc/stat") as file:
-        user, nice, system, _, _, interrupts, soft = map(int, file.readline().split()[1:8])
-    return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
-
-
 # ---- the same, simulated ------------------------------------------------------------------------
 
 
-def links_alone(plain: dict[str, Any]) -> dict[str, object]:
-    return {"latency": plain["latency"]}
+@dataclass(frozen=True)
+class Measured:
+    """What a simulation is told of a race."""
+
+    noop: float  # seconds of its step in the race
+    tcp: dict[str, Any]  # see `plain_tcp`
+    waiting: float  # seconds of a step of noop in which its process does not work
+    work: dict[str, float]  # seconds of a processor, by part of the step, besides the library
 
 
-def with_system(plain: dict[str, Any]) -> dict[str, object]:
+def links_alone(seen: Measured) -> dict[str, object]:
+    return {"latency": seen.tcp["latency"], "compute": seen.noop}
+
+
+def with_system(seen: Measured) -> dict[str, object]:
+    tcp = seen.tcp
     return {
-        "latency": plain["latency"],
-        "efficiency": min(1.0, plain["ideal"] / plain["seconds"]),
+        "latency": tcp["latency"],
+        "efficiency": min(1.0, tcp["ideal"] / tcp["seconds"]),
         "cores": os.cpu_count(),
-        "per_frame": plain["latency"] / 2,
-        "per_byte": plain["per_byte"],
+        "per_frame": tcp["latency"] / 2,
+        "per_byte": tcp["per_byte"],
+        "compute": seen.waiting,
+        **{f"{part}_work": seconds for part, seconds in seen.work.items()},
+        "period": 3,  # all ranks begin a step together, as in the lab
     }
 
 
 KINDS = {"links alone": links_alone, "with TCP, cores": with_system}
 
 
-def simulated(label: str, race: Race, noop: float, more: dict[str, object]) -> dict[str, Any]:
-    shapes = [each.shape for each in make_task(Workload(model=race.model)).model.parameters()]
+def simulated(label: str, race: Race, more: dict[str, object]) -> dict[str, Any]:
     efficiency = float(str(more.pop("efficiency", 1)))
-    steps = simulate(
-        spec=label.removeprefix("topreduce."),
-        ranks=race.hosts,
-        rate=race.bits * efficiency,
-        burst=bucket_bytes(race.bits),
-        shapes=",".join("x".join(map(str, shape)) for shape in shapes),
-        common=0,
-        compute=noop,
-        steps=16,
-        skip=6,
-        **more,
-    )
-    return means(steps)
+    rate, burst = race.bits * efficiency, bucket_bytes(race.bits)
+    return steps_of(label, ranks=race.hosts, rate=rate, burst=burst, **more)
+
+
+def library(label: str) -> dict[str, float]:
+    """Seconds of a processor that the library takes of a step with nobody to exchange with."""
+    found = steps_of(label, ranks=1, cores=1)
+    until_last = found["seconds"] - found["after"]
+    return {"forward": 0.0, "backward": until_last, "after": found["after"]}
+
+
+def steps_of(label: str, **words: object) -> dict[str, Any]:
+    parameters = make_task(Workload(model=MODEL)).model.parameters()
+    shapes = ",".join("x".join(map(str, each.shape)) for each in parameters)
+    spec = label.removeprefix("topreduce.")
+    return means(simulate(spec=spec, shapes=shapes, common=0, steps=16, skip=6, **words))
+
+
+# ---- all of it ----------------------------------------------------------------------------------
+
+
+class Runs:
+    """What is measured for these races, and then simulated."""
+
+    def __init__(self, races: Sequence[Race], rounds: int, repeats: int) -> None:
+        self.found: dict[str, dict[str, Any]] = {}
+        self.races = list(races)  # of which all is known
+        self.tcp = {
+            race: Run(
+                f"plain TCP, {race.network}",
+                lambda race=race: plain_tcp(race.hosts, race.bits, repeats),
+            )
+            for race in races
+        }
+        self.lab = {
+            race: Run(f"lab, {race}", lambda race=race: real(race, rounds)) for race in races
+        }
+
+        def work(processes: int) -> dict[str, Any]:
+            labels = ("noop", *METHODS) if processes > 1 else ("noop",)
+            options = Options(Workload(model=MODEL, compute=COMPUTE), labels, rounds)
+            return processor_seconds(processes, options)
+
+        self.work = {
+            processes: Run(
+                f"work, {processes} at once, {MODEL}", lambda processes=processes: work(processes)
+            )
+            for processes in sorted({1, *(race.hosts for race in races)})
+        }
+        self.library = {
+            label: Run(f"work, library alone, {MODEL}, {label}", lambda label=label: library(label))
+            for label in METHODS
+        }
+        self.simulated = {
+            (race, label, kind): Run(
+                f"simulated {kind}, {race}, {label}",
+                lambda label=label, race=race, kind=kind: simulated(
+                    label, race, KINDS[kind](self.measured(race, label))
+                ),
+            )
+            for race, label, kind in itertools.product(races, ("noop", *METHODS), KINDS)
+            if label != "noop" or kind != "links alone"
+        }
+
+    def make(self, claim: Claim) -> None:
+        first = (self.tcp, self.work, self.library, self.lab)
+        self.found = claim.measure([run for runs in first for run in runs.values()])
+        self.found |= claim.measure(list(self.simulated.values()))
+        self.races = [race for race in self.races if self._is_known(race)]
+
+    def _is_known(self, race: Race) -> bool:
+        runs = [self.tcp[race], self.lab[race], self.work[1], self.work[race.hosts]]
+        runs += self.library.values()
+        runs += [run for key, run in self.simulated.items() if key[0] == race]
+        return all(run.name in self.found for run in runs)
+
+    def __getitem__(self, run: Run) -> dict[str, Any]:
+        return self.found[run.name]
+
+    def measured(self, race: Race, label: str) -> Measured:
+        lone = self[self.work[1]]["noop"]
+        taken = self[self.work[race.hosts]][label]
+        known = self[self.library[label]] if label in METHODS else {}
+        return Measured(
+            noop=self[self.lab[race]]["noop"]["seconds"],
+            tcp=self[self.tcp[race]],
+            waiting=lone["seconds"] - sum(lone[part] for part in PARTS),
+            work={part: max(0.0, taken[part] - known.get(part, 0.0)) for part in PARTS},
+        )
 
 
 def main() -> None:
     claim = Claim("lab", __doc__ or "")
     races = RACES[:1] if claim.quick else RACES
     rounds, repeats = (1, 3) if claim.quick else (8, 15)
-    plain = {
-        race: Run(f"plain TCP, {race.network}", lambda race=race: plain_tcp(race, repeats))
-        for race in races
-    }
-    labs = {race: Run(f"lab, {race}", lambda race=race: real(race, rounds)) for race in races}
-    found = claim.measure([*plain.values(), *labs.values()])
-    races = tuple(each for each in races if {plain[each].name, labs[each].name} <= set(found))
+    runs = Runs(races, rounds, repeats)
+    runs.make(claim)
+    show_tcp(claim, runs)
+    show_work(claim, runs)
+    show_races(claim, runs)
 
-    def count(race: Race, label: str, kind: str) -> dict[str, Any]:
-        noop = found[labs[race].name]["noop"]["seconds"]
-        return simulated(label, race, noop, KINDS[kind](found[plain[race].name]))
 
-    counted = {
-        key: Run(f"simulated {key[2]}, {key[0]}, {key[1]}", lambda key=key: count(*key))
-        for key in itertools.product(races, METHODS, KINDS)
-    }
-    found |= claim.measure(list(counted.values()))
-    races = tuple(
-        race for race in races
-        if all(run.name in found for key, run in counted.items() if key[0] == race)
-    )  # fmt: skip
-
+def show_tcp(claim: Claim, runs: Runs) -> None:
     rows = []
-    for race in races:
-        row = found[plain[race].name]
+    for race in runs.races:
+        row = runs[runs.tcp[race]]
         cells = [f"{row['ideal'] * 1e3:.1f} ms", f"{row['seconds'] * 1e3:.1f} ms"]
         cells += [f"{row['ideal'] / row['seconds']:.0%}", f"{row['per_byte'] * 1e9:.1f} ns"]
         rows.append([race.network, *cells, f"{row['latency'] * 1e6:.0f} us"])
     heads = ["", "by the links", "took", "share", "a core, for a byte at either end"]
     claim.table([*heads, "half a round trip"], rows, "tcp")
 
+
+def show_work(claim: Claim, runs: Runs) -> None:
+    sizes = sorted({race.hosts for race in runs.races})
+    rows = []
+    for label in ("noop", *METHODS) if sizes else ():
+        cells = [tenths(total(runs[runs.work[size]][label])) for size in sizes]
+        part = tenths(total(runs[runs.library[label]])) if label in METHODS else ""
+        rows.append([f"`{label}`", *cells, part])
+    heads = [f"{size} processes at once" for size in sizes]
+    heads = ["a core, for a step of a process", *heads, "the library's part"]
+    claim.table(heads, rows, "work")
+
+
+def show_races(claim: Claim, runs: Runs) -> None:
     rows, lines = [], []
-    for race in races:
-        steps = found[labs[race].name]
+    for race in runs.races:
+        steps = runs[runs.lab[race]]
         noop, again = (row["seconds"] for label, row in steps.items() if label[:4] == "noop")
-        rows.append([str(race), "noop twice", ms(noop), ms(again), off(again, noop), "", "", ""])
+        idle = runs[runs.simulated[race, "noop", "with TCP, cores"]]["seconds"]
+        cells = [ms(noop), ms(again), off(again, noop), ms(idle), off(idle, noop)]
+        rows.append([str(race), "noop twice", *cells, ""])
         points = []
         for label in METHODS:
             there = steps[label]["seconds"]
-            both = [found[counted[race, label, kind].name] for kind in KINDS]
+            both = [runs[runs.simulated[race, label, kind]] for kind in KINDS]
             cells = [cell for each in both
                      for cell in (ms(each["seconds"]), off(each["seconds"], there))]  # fmt: skip
             sent = f"{steps[label]['bytes'] / 1e6:.2f}, {both[0]['bytes'] / 1e6:.2f}"
@@ -291,8 +284,16 @@ def main() -> None:
     claim.picture(Figure(title, "seconds, lab", "seconds, simulated", [*lines, same], "log", "log"))
 
 
+def total(taken: dict[str, float]) -> float:
+    return sum(taken[part] for part in PARTS)
+
+
 def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms"
+
+
+def tenths(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
 
 
 def off(here: float, there: float) -> str:
