@@ -35,11 +35,33 @@ build() {
   step "$1: build" "$1-build" compile "$configure" "$1"
 }
 
+# From here on this shell, and what it starts, only takes what tests leave of the processors.
+yield_to_tests() {
+  renice -n 19 -p "$BASHPID" >/dev/null
+}
+
+# builds <preset ...>: one after the other, beside tests; what they say waits for `cpp`.
+builds() {
+  local name
+  yield_to_tests
+  for name in "$@"; do
+    build "$name" >"$logs/$name.building" 2>&1
+    printf '%d\n' $? >"$logs/$name.built"
+  done
+}
+
+# await <file>: until another part has written it.
+await() {
+  until [[ -s $1 ]]; do sleep 0.2; done
+}
+
 # cpp <preset> [options of ctest]; many tests sleep now and then, so one more than cores.
 cpp() {
   local preset=$1
   shift
-  build "$preset" && step "$preset: tests" "$preset" ctest --preset "$preset" \
+  await "$logs/$preset.built"
+  cat "$logs/$preset.building"
+  (($(<"$logs/$preset.built") == 0)) && step "$preset: tests" "$preset" ctest --preset "$preset" \
     --parallel $((jobs + 1)) --no-tests=error --output-junit "$root/$logs/$preset.xml" "$@"
 }
 
@@ -87,17 +109,20 @@ part() {
 
 parts_beside() {
   local name
-  for name in "$@"; do part "$name" "$name"; done
+  for name in "$@"; do
+    part "$name" "$name"
+    yield_to_tests # but for the first of them, which the Python tests wait for
+  done
 }
 
 package() {
   setup_requirements && setup_package
 }
 
-# What goes into .venv, lint, docs and fuzz run beside the C++ parts; the Python tests have the machine
-# for themselves.
+# The tests run one part after the other, those of Python first. What is built for the next ones goes on
+# beside them, and so do lint, docs and fuzz.
 run_tests() {
-  local name beside=() main=() files=() groups=(build test lab docs)
+  local name beside=() main=() presets=() files=() groups=(build test lab docs)
   while (($#)); do
     case $1 in
       --) shift && break ;;
@@ -110,7 +135,7 @@ run_tests() {
     esac
     shift
   done
-  ((${#main[@]} + ${#beside[@]})) || beside=(lint docs) main=(asan tsan release mpi python)
+  ((${#main[@]} + ${#beside[@]})) || beside=(lint docs) main=(python asan tsan release mpi)
 
   if [[ " ${main[*]} ${beside[*]} " =~ ' '(python|lint)' ' ]]; then beside=(package "${beside[@]}"); fi
 
@@ -118,13 +143,18 @@ run_tests() {
     printf '0 passed, 1 failed\n'
     return 1
   fi
-  rm -f "$logs"/*.part
+  rm -f "$logs"/*.part "$logs"/*.built
   parts_beside "${beside[@]}" >"$logs/beside.txt" 2>&1 &
+  for name in "${main[@]}"; do [[ $name == python ]] || presets+=("$name"); done
+  builds "${presets[@]}" &
   for name in "${main[@]}"; do
-    [[ $name == python ]] || part "$name" cpp "$name" "$@"
+    if [[ $name == python ]]; then
+      await "$logs/package.part" && part python step pytest pytest run_pytest "$@"
+    else
+      part "$name" cpp "$name" "$@"
+    fi
   done
   wait && cat "$logs/beside.txt"
-  [[ " ${main[*]} " != *' python '* ]] || part python step pytest pytest run_pytest "$@"
 
   printf '\n'
   for name in "${beside[@]}" "${main[@]}"; do files+=("$logs/$name.part"); done
