@@ -350,6 +350,24 @@ TEST(DensityController, HoldsStillWhereTimesScatter) {
   EXPECT_LE(mean, 0.09);
 }
 
+TEST(DensityController, SettlesSoonWhereTimesScatter) {
+  const Hosts hosts{.rate = 1000 * kMbit,
+                    .noise = 0.04,
+                    .work = 8e-3,
+                    .work_per_byte = 7e-9,
+                    .slowdown = 1.5,
+                    .seen = 0.1};
+  constexpr unsigned kSeeds = 20;
+  double mean = 0;
+  for (unsigned seed = 1; seed <= kSeeds; ++seed) {
+    Training run({}, seed);
+    int steps = 0;
+    for (; steps < 100 && !run.controller.settled(); ++steps) run.steps(hosts, 1);
+    mean += static_cast<double>(steps) / kSeeds;
+  }
+  EXPECT_LE(mean, 24);
+}
+
 // As a small model on busy hosts: a step is short, and single ones wait far longer than others.
 TEST(DensityController, DoesNotWanderWhereSingleStepsWaitLong) {
   const Hosts hosts{.computed = 0.075,

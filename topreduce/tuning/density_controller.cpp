@@ -42,7 +42,8 @@ constexpr double kLeastUp = 1.1, kMostUp = 4, kLeastDown = 1.0 / 32, kMostDown =
 constexpr double kLeastByProcessor = 0.25, kLeastFromHold = 0.5;
 constexpr double kOfTheRoom = 0.95;
 
-// What work costs on cores that compute.
+// All that it costs, by waiting and by work on cores that compute, times what may be waited.
+constexpr double kInAll = 1.1;
 constexpr double kGuess = 1.2, kGuessWithin = 0.8, kMostSlowdown = 6;  // seconds per second of work
 constexpr double kLeastScatter = 0.003;                                // of the computing
 constexpr double kDeviations = 1.5;  // a standard deviation, times the median deviation
@@ -127,7 +128,7 @@ double DensityController::slowed(const Measurement& taken) const {
 }
 
 double DensityController::allowed_in_all(const Measurement& taken) const {
-  return floor_ + share_of(taken);
+  return floor_ + kInAll * share_of(taken);
 }
 
 // How many times as many bytes the processor allows. Of the waiting, what the exchange took beyond
