@@ -50,16 +50,16 @@ builds() {
   done
 }
 
-# await <file>: until another part has written it.
+# await <file> <process>: until it has written the file, or is gone.
 await() {
-  until [[ -s $1 ]]; do sleep 0.2; done
+  until [[ -s $1 ]] || ! kill -0 "$2" 2>/dev/null; do sleep 0.2; done
 }
 
 # cpp <preset> [options of ctest]; many tests sleep now and then, so one more than cores.
 cpp() {
   local preset=$1
   shift
-  await "$logs/$preset.built"
+  await "$logs/$preset.built" "$builder"
   cat "$logs/$preset.building"
   (($(<"$logs/$preset.built") == 0)) && step "$preset: tests" "$preset" ctest --preset "$preset" \
     --parallel $((jobs + 1)) --no-tests=error --output-junit "$root/$logs/$preset.xml" "$@"
@@ -122,7 +122,7 @@ package() {
 # The tests run one part after the other, those of Python first. What is built for the next ones goes on
 # beside them, and so do lint, docs and fuzz.
 run_tests() {
-  local name beside=() main=() presets=() files=() groups=(build test lab docs)
+  local name beside=() main=() presets=() files=() groups=(build test lab docs) helper builder
   while (($#)); do
     case $1 in
       --) shift && break ;;
@@ -145,11 +145,14 @@ run_tests() {
   fi
   rm -f "$logs"/*.part "$logs"/*.built
   parts_beside "${beside[@]}" >"$logs/beside.txt" 2>&1 &
+  helper=$!
   for name in "${main[@]}"; do [[ $name == python ]] || presets+=("$name"); done
   builds "${presets[@]}" &
+  builder=$!
   for name in "${main[@]}"; do
     if [[ $name == python ]]; then
-      await "$logs/package.part" && part python step pytest pytest run_pytest "$@"
+      await "$logs/package.part" "$helper"
+      part python step pytest pytest run_pytest "$@"
     else
       part "$name" cpp "$name" "$@"
     fi

@@ -125,7 +125,7 @@ def _in_ddp(model: nn.Module, bucket_cap_mb: int | None = None) -> DistributedDa
     """Weights that all ranks made alike, from their seed, are not sent over the slow network."""
     digest = hashlib.sha256()
     for tensor in (*model.parameters(), *model.buffers()):
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     own = int.from_bytes(digest.digest()[:7], "big")
     ends = torch.tensor([own, -own])
     dist.all_reduce(ends, dist.ReduceOp.MAX)
