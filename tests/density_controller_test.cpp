@@ -296,6 +296,20 @@ TEST(DensityController, DoesNotGiveUpEntriesForNothing) {
       << run.controller.reason();
 }
 
+// Steps so short that their end alone takes longer than may be waited, from the first step on.
+TEST(DensityController, DoesNotEndTheRampAtTheLowestForNothing) {
+  const Hosts hosts{
+      .computed = 7e-3, .rate = 20000 * kMbit, .latency = 1e-4, .end = 2e-3, .noise = 0.1};
+  for (unsigned seed = 1; seed <= 20; ++seed) {
+    SCOPED_TRACE(seed);
+    Training run({.ramp_overhead = 0.4, .warmup_steps = 10, .ramp_steps = 100}, seed);
+    run.controller.resume({1, wire::ValueFormat::int4}, false);
+    run.steps(hosts, 160);
+    EXPECT_TRUE(run.controller.settled());
+    EXPECT_GE(run.rungs[run.rung()].level.density, 0.01) << run.controller.reason();
+  }
+}
+
 // Cores that are shared: work beside the computing makes that longer.
 TEST(DensityController, LimitsWhatItCostsInAll) {
   const Hosts hosts{.rate = 1000 * kMbit, .work = 5e-3, .work_per_byte = 5e-9, .slowdown = 1};

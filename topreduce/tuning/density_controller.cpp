@@ -357,7 +357,10 @@ void DensityController::search() {
     if (good_) return settle(*good_);
   }
   if (taken.waited > allowed(taken)) slower_ = taken;
-  if (!good_ && bad_ == 0) return settle(0);
+  if (!good_ && bad_ == 0) {
+    accept_the_end(taken);
+    return settle(good_.value_or(0));
+  }
   if (good_ == ladder_.size() - 1) return settle(*good_);
   if (good_ && bad_) {
     const std::size_t next = between();
@@ -367,6 +370,20 @@ void DensityController::search() {
   rung_ = good_ ? *good_ : *bad_;
   const Measurement known = seen_at(rung_);
   good_ ? go_up(known) : go_down(known);
+}
+
+// The lowest rung waits too long. If a higher one that was seen waits hardly longer, it is not for
+// its bytes: what is left is the end of every step.
+void DensityController::accept_the_end(const Measurement& lowest) {
+  double longest = 0;
+  for (const Visit& visit : visits_) {
+    const bool more = lowest.bytes < kClearlyFewer * visit.taken.bytes;
+    const bool longer = lowest.waited < kHardlyShorter * visit.taken.waited;
+    if (more && !longer) longest = std::max(longest, visit.taken.waited);
+  }
+  if (longest == 0) return;
+  floor_ = kAboveFloor * std::max(lowest.waited, longest);
+  sort_out();
 }
 
 const Measurement& DensityController::seen_at(std::size_t rung) const {

@@ -66,6 +66,7 @@ class TOPREDUCE_API DensityController {
   void search();
   const Measurement& seen_at(std::size_t rung) const;
   std::size_t between();
+  void accept_the_end(const Measurement& lowest);
   void hold();
   void probe();
   bool exceeds(double factor, const Measurement& taken) const;
