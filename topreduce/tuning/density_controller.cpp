@@ -375,6 +375,7 @@ void DensityController::search() {
 // The lowest rung waits too long. If a higher one that was seen waits hardly longer, it is not for
 // its bytes: what is left is the end of every step.
 void DensityController::accept_the_end(const Measurement& lowest) {
+  if (lowest.waited <= allowed(lowest)) return;  // work or a budget is what limits
   double longest = 0;
   for (const Visit& visit : visits_) {
     const bool more = lowest.bytes < kClearlyFewer * visit.taken.bytes;
