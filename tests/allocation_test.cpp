@@ -17,6 +17,7 @@ namespace {
 thread_local bool counting = false;
 std::atomic<bool> counting_everywhere = false;
 std::atomic<int> allocations = 0;
+thread_local int until_failure = 0;  // the allocation that fails, counted from the next; 0: none
 
 void* allocate(std::size_t size, std::size_t alignment) noexcept {
   if (counting || counting_everywhere) ++allocations;
@@ -25,6 +26,7 @@ void* allocate(std::size_t size, std::size_t alignment) noexcept {
 }
 
 void* allocate_or_throw(std::size_t size, std::size_t alignment) {
+  if (until_failure > 0 && --until_failure == 0) throw std::bad_alloc();
   if (void* memory = allocate(size, alignment)) return memory;
   throw std::bad_alloc();
 }
@@ -176,6 +178,66 @@ TEST(Allocation, NoneWhereTheDensityWasFound) {
     });
     EXPECT_LE(allocations, kCountedSteps / 2) << "more may come at once than ever";
   }
+}
+
+TEST(Allocation, NoneWhereGradientsAreLent) {
+  const Layout layout({{"a", {20'000}}, {"b", {60, 50}}});
+  const Gradients gradients(layout);
+  for (const char* row : {"topk:density=0.05", "ok_topk:density=0.05"}) {
+    Reducer reducer(layout, row);
+    comm::Self self;
+    const std::size_t everything[] = {0, 1};
+    allocations = 0;
+    for (int s = 0; s < kWarmSteps + kCountedSteps; ++s) {
+      Floats lent = gradients.of(0, s);
+      counting = s >= kWarmSteps;
+      reducer.begin(self);
+      reducer.lend(everything, lent);
+      reducer.finish();
+      counting = false;
+    }
+    EXPECT_EQ(allocations, 0) << row;
+  }
+}
+
+// Wherever memory runs out: also when some of a bucket's gradients are in the memory already.
+TEST(Allocation, AFailureLeavesNoTraceOfLentGradients) {
+  const Layout layout({{"a", {40'000}}, {"b", {200, 100}}});
+  const std::size_t everything[] = {0, 1};
+  comm::Self self;
+  const auto step = [&](Reducer& reducer, Floats gradient, int failing) {
+    reducer.begin(self);
+    until_failure = failing;
+    try {
+      reducer.lend(everything, gradient);
+      reducer.finish();
+    } catch (const std::bad_alloc&) {
+      until_failure = 0;
+      return false;
+    }
+    until_failure = 0;
+    return true;
+  };
+  bool failed = true;
+  int failures = 0;
+  for (int failing = 1; failed; ++failing) {
+    SCOPED_TRACE(failing);
+    Reducer reducer(layout, "topk:density=0.02"), other(layout, "topk:density=0.02");
+    Floats large = heavy_tailed(0, 9, layout);
+    for (float& value : large) value *= 3;  // more of it is chosen: buffers grow
+    for (int s = 0; s < 2; ++s) {
+      step(reducer, heavy_tailed(0, s, layout), 0);
+      step(other, heavy_tailed(0, s, layout), 0);
+    }
+    failed = !step(reducer, large, failing);
+    failures += failed ? 1 : 0;
+    if (!failed) step(other, large, 0);
+    ASSERT_TRUE(same_bits(reducer.owed(), other.owed()));
+    step(reducer, heavy_tailed(0, 10, layout), 0);
+    step(other, heavy_tailed(0, 10, layout), 0);
+    ASSERT_TRUE(same_bits(reducer.owed(), other.owed()));
+  }
+  EXPECT_GE(failures, 3);
 }
 
 TEST(Allocation, NoneWithSeveralThreads) {

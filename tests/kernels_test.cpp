@@ -271,6 +271,22 @@ TEST_P(Kernels, AbsorbLikeTheReference) {
   });
 }
 
+TEST_P(Kernels, AbsorbAndSaveLikeTheReference) {
+  for_each_case([](std::span<float> base, std::span<float> gradient, float scale) {
+    if (base.empty()) return;
+    std::vector<float> got_base(base.begin(), base.end()), want_base = got_base;
+    std::vector<float> got_gradient(gradient.begin(), gradient.end()), want_gradient = got_gradient;
+    const std::uint32_t got = absorb_and_save(got_base, got_gradient, scale);
+    EXPECT_EQ(got, scalar::absorb_and_save(want_base, want_gradient, scale));
+    expect_same(got_base, want_base);
+    expect_same(got_gradient, want_gradient);
+    expect_same(got_gradient, std::vector<float>(base.begin(), base.end()));
+    Summary of_gradients;
+    scalar::summarize({{}, gradient, scale}, of_gradients);
+    EXPECT_EQ(got, of_gradients.largest_bits);
+  });
+}
+
 TEST_P(Kernels, AddLikeTheReference) {
   for_each_case([](std::span<float> base, std::span<float> gradient, float) {
     const auto part = gradient.first(base.size());

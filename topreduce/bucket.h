@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -8,10 +9,51 @@
 #include "topreduce/exchange/channel.h"
 #include "topreduce/exchange/result.h"
 #include "topreduce/exchange/task.h"
+#include "topreduce/feedback/feedback.h"
 #include "topreduce/fingerprint.h"
 #include "topreduce/pipeline.h"
 
 namespace topreduce {
+
+/// Gradients that a memory took in before the vote, piece by piece, so that it can be undone.
+class LentGradients final : public CompensatedGradient::Intake {
+ public:
+  void open(feedback::Feedback& memory, float scale) {
+    memory_ = &memory;
+    scale_ = scale;
+    clear();
+  }
+  void take_in(const Segment& segment, std::size_t first, std::size_t count) override {
+    Segment piece = segment;
+    piece.offset += first;
+    piece.count = count;
+    piece.gradient = segment.gradient.subspan(first, count);
+    {
+      const std::lock_guard lock(mutex_);
+      pieces_.push_back(piece);  // before it is taken in, since this may fail
+    }
+    const std::uint32_t largest = memory_->take_in(piece.offset, piece.gradient, scale_);
+    const std::lock_guard lock(mutex_);
+    seen_.largest_bits = std::max(seen_.largest_bits, largest);
+  }
+  void undo() noexcept {
+    for (const Segment& piece : pieces_) memory_->unsettle(piece);
+    clear();
+  }
+  void clear() noexcept {
+    pieces_.clear();
+    seen_ = {};
+  }
+  /// Of the gradients alone; without their energy.
+  const kernels::Summary& seen() const { return seen_; }
+
+ private:
+  feedback::Feedback* memory_ = nullptr;
+  float scale_ = 1;
+  std::mutex mutex_;
+  std::vector<Segment> pieces_;
+  kernels::Summary seen_;
+};
 
 /// One exchange of a step: what it spans, what was chosen, what it brought. Reused from step to
 /// step.
@@ -24,9 +66,11 @@ struct Bucket {
   std::optional<CompensatedGradient> sight;  // what the exchange looks at, while it is under way
   exchange::Channel channel;
   exchange::Task task;
-  double weight = 0;     // values that it sends
-  bool settled = false;  // before the vote, so that it may have to be undone
-  double gone = 0;       // energy that went with it
+  double weight = 0;      // values that it sends
+  LentGradients lent_in;  // taken into the memory, which may have to be undone
+  bool taken_in = false;  // all of them
+  bool settled = false;   // before the vote, so that it may have to be undone
+  double gone = 0;        // energy that went with it
 
   void open(Pipeline::Place::Home where) {
     home = where;
@@ -35,9 +79,15 @@ struct Bucket {
     summary = {};
     result.clear();
     task = {};
-    settled = false;
     gone = 0;
     sight.reset();
+    keep();
+  }
+
+  /// What was taken in and settled is so for good.
+  void keep() {
+    lent_in.clear();
+    taken_in = settled = false;
   }
 
   /// Puts the segments in parameter order, whatever order the caller had.

@@ -38,6 +38,7 @@ CompensatedGradient::CompensatedGradient(std::span<const Segment> segments, Devi
 
 kernels::Terms CompensatedGradient::terms(const Segment& segment) const {
   const auto base = base_.empty() ? base_ : base_.subspan(segment.offset, segment.size());
+  if (is_taken_in_) return {{}, base, 1};
   return {base, segment.gradient, scale_};
 }
 
@@ -55,7 +56,7 @@ kernels::Summary CompensatedGradient::summarize() const {
 }
 
 kernels::Summary CompensatedGradient::summarize_gradients() const {
-  assert(device_ == nullptr);
+  assert(device_ == nullptr && !is_taken_in_);
   return CompensatedGradient(segments_, {}, scale_, {}, threads_).summarize();
 }
 

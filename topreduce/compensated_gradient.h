@@ -45,11 +45,20 @@ struct Drift {
   }
 };
 
-/// What this rank would send if the network were free: owed + gradient of one exchange, seen but
-/// never stored. Segments stand in parameter order, so nothing depends on the caller's bucket cut;
-/// when a step is committed, those that nobody used are left out.
+/// What this rank would send if the network were free: owed + gradient of one exchange. It is seen
+/// and not stored, unless the gradients are lent: then a memory may take them in behind the last
+/// look. Segments stand in parameter order, so nothing depends on the caller's bucket cut; when a
+/// step is committed, those that nobody used are left out.
 class CompensatedGradient {
  public:
+  /// A memory that takes gradients in while they are still in the cache.
+  class Intake {
+   public:
+    virtual ~Intake() = default;
+    /// `count` entries of a segment, from its `first` on; on any thread, each entry once.
+    virtual void take_in(const Segment& segment, std::size_t first, std::size_t count) = 0;
+  };
+
   CompensatedGradient(std::span<const Segment> segments, std::span<const float> base, float scale,
                       const Drift& drift = {}, Threads& threads = Threads::none());
   /// On a device: its `open` vector.
@@ -77,6 +86,19 @@ class CompensatedGradient {
   /// The terms of one segment: base + scale * gradient.
   kernels::Terms terms(const Segment& segment) const;
 
+  /// From here on `let_go` hands entries to `intake`.
+  void let_go_to(Intake& intake) { intake_ = &intake; }
+  /// Nobody looks at these entries again before `taken_in`.
+  void let_go(const Segment& segment, std::size_t first, std::size_t count) const {
+    if (intake_ != nullptr) intake_->take_in(segment, first, count);
+  }
+  /// All entries were let go of: the base is the sum.
+  void taken_in() {
+    intake_ = nullptr;
+    is_taken_in_ = true;
+  }
+  bool is_taken_in() const { return is_taken_in_; }
+
   /// Calls body(segment, first, count) for all that lies in [begin, end) of the exchange: `count`
   /// entries of each segment, from its `first` on.
   template <class Body>
@@ -92,7 +114,7 @@ class CompensatedGradient {
 
   /// What a pass over all of it sees; on a device it must be open.
   kernels::Summary summarize() const;
-  /// The same of the gradients alone. Not on a device.
+  /// The same of the gradients alone. Not on a device, and not if they were taken in.
   kernels::Summary summarize_gradients() const;
   /// All of it; on a device it must be open.
   void evaluate(std::span<float> values) const;
@@ -109,6 +131,8 @@ class CompensatedGradient {
   Device::Base on_device_ = Device::Base::none;
   Threads& threads_;
   Index size_ = 0;
+  Intake* intake_ = nullptr;
+  bool is_taken_in_ = false;
 };
 
 }  // namespace topreduce

@@ -61,10 +61,13 @@ class Feedback {
 
   /// `commit` in two parts, for gradients that are lent; the first may be taken back.
   virtual bool settles_early() const { return false; }
-  /// Takes what was settled off the memory; gradients become what was there before. Returns as
+  /// Takes `gradient`, entries of the memory from `offset` on, into the memory, times `scale`; it
+  /// becomes what was there before. Returns as kernels::absorb_and_save does.
+  virtual std::uint32_t take_in(std::size_t, std::span<float>, float) noexcept { return 0; }
+  /// Takes gradients in, unless they were, and takes what was settled off the memory. Returns as
   /// `commit` does.
   virtual double settle(const CompensatedGradient&, const exchange::Result&) { return 0; }
-  /// The memory of a segment becomes again what `settle` found; its gradient becomes zeros.
+  /// The memory of a segment becomes again what `take_in` found; its gradient becomes zeros.
   virtual void unsettle(const Segment&) noexcept {}
   /// Writes the mean over `ranks`, times `unit`, to where it goes.
   static void hand_out(const CompensatedGradient& compensated, const exchange::Result& result,

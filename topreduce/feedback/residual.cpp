@@ -44,11 +44,14 @@ class Residual final : public Feedback {
   }
 
   bool settles_early() const override { return device_ == nullptr; }
+  std::uint32_t take_in(std::size_t offset, std::span<float> gradient,
+                        float scale) noexcept override {
+    return kernels::absorb_and_save({owed_.data() + offset, gradient.size()}, gradient, scale);
+  }
   double settle(const CompensatedGradient& compensated, const exchange::Result& result) override {
     return sum_over_blocks(compensated, result, [&](const Block& block, Walk& walk) {
-      const std::span<float> owed(owed_.data() + block.offset, block.gradient.size());
-      kernels::absorb_and_save(owed, block.gradient, compensated.scale());
-      return take_off(owed, block, walk);
+      if (!compensated.is_taken_in()) take_in(block.offset, block.gradient, compensated.scale());
+      return take_off({owed_.data() + block.offset, block.gradient.size()}, block, walk);
     });
   }
   void unsettle(const Segment& segment) noexcept override {

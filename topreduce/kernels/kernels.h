@@ -93,8 +93,9 @@ void project(const Terms& terms, const float* directions, std::size_t stride, st
 /// base[i] += scale * gradient[i]; gradient[i] = 0. `base` may be empty.
 void absorb(std::span<float> base, std::span<float> gradient, float scale);
 
-/// base[i] += scale * gradient[i]; gradient[i] = base[i] as it was before.
-void absorb_and_save(std::span<float> base, std::span<float> gradient, float scale);
+/// base[i] += scale * gradient[i]; gradient[i] = base[i] as it was before. Returns the bits of the
+/// largest magnitude of scale * gradient[i], see Summary.
+std::uint32_t absorb_and_save(std::span<float> base, std::span<float> gradient, float scale);
 
 /// sum[i] += part[i].
 void add(std::span<float> sum, std::span<const float> part);
@@ -128,7 +129,7 @@ Moments moments(const Terms& terms);
 void evaluate(const Terms& terms, std::span<float> out);
 void project(const Terms& terms, const float* directions, std::size_t stride, std::span<float> out);
 void absorb(std::span<float> base, std::span<float> gradient, float scale);
-void absorb_and_save(std::span<float> base, std::span<float> gradient, float scale);
+std::uint32_t absorb_and_save(std::span<float> base, std::span<float> gradient, float scale);
 void add(std::span<float> sum, std::span<const float> part);
 std::size_t take_sums(std::span<std::uint8_t> flags, float* sums, Index first, Index* indices,
                       float* values);

@@ -82,8 +82,10 @@ CompensatedGradient Reducer::Impl::compensated(const Bucket& bucket) const {
   const std::span<const float> base =
       remembers ? pipeline.feedback->base() : std::span<const float>();
   const float scale = remembers ? pipeline.feedback->scale() : 1;
-  return {bucket.segments, base, scale / loss_scale,
-          remembers ? pipeline.feedback->drift() : Drift(), threads()};
+  CompensatedGradient sight(bucket.segments, base, scale / loss_scale,
+                            remembers ? pipeline.feedback->drift() : Drift(), threads());
+  if (bucket.taken_in) sight.taken_in();
+  return sight;
 }
 
 // While gradients still come, the cores are busy computing them.
@@ -105,6 +107,7 @@ bool Reducer::Impl::is_sound(const Bucket& bucket, const CompensatedGradient& si
   const bool small = bucket.summary.within(of_gradients);
   if (sight.plain() || sight.device() != nullptr) return small;
   if (small && !memory(bucket).keeps_gradients()) return true;
+  if (bucket.taken_in) return bucket.lent_in.seen().within(of_gradients);
   return sight.summarize_gradients().within(of_gradients);
 }
 
@@ -121,7 +124,7 @@ double Reducer::Impl::weight_of(const Bucket& bucket, const exchange::Exchange& 
 void Reducer::Impl::exchange(Bucket& bucket) {
   if (bucket.segments.empty()) return;
   bucket.arrange();
-  const CompensatedGradient& sight = bucket.sight.emplace(compensated(bucket));
+  CompensatedGradient& sight = bucket.sight.emplace(compensated(bucket));
   const bool whole = bucket.home == Home::dense || regime != Regime::compress;
   const bool alone = !whole && pipeline.selector != nullptr;
   // Tells afterwards what it saw: so it need not stop for that.
@@ -133,7 +136,14 @@ void Reducer::Impl::exchange(Bucket& bucket) {
     if (alone) {
       // Counts of a handful vary by more than `resize` foresees.
       bucket.selected.reserve(std::min<std::size_t>(sight.size(), 64));
+      const bool lets_go = pipeline.selector->lets_go() && may_settle_early(bucket);
+      if (lets_go) {
+        bucket.lent_in.open(memory(bucket), sight.scale());
+        sight.let_go_to(bucket.lent_in);
+      }
       pipeline.selector->choose(sight, bucket.selected, bucket.summary, looked);
+      if (lets_go) sight.taken_in();
+      bucket.taken_in = lets_go;
       if (!bucket.summary.finite()) bucket.selected.clear();
     } else if (!adds_up) {
       Stopwatch look(looked);

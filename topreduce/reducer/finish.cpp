@@ -200,9 +200,12 @@ void Reducer::Impl::settle(Bucket& bucket) {
 }
 
 void Reducer::Impl::unsettle(Bucket& bucket) noexcept {
-  if (!bucket.settled) return;
-  bucket.settled = false;
-  for (const Segment& segment : bucket.segments) memory(bucket).unsettle(segment);
+  if (bucket.settled) {
+    for (const Segment& segment : bucket.segments) memory(bucket).unsettle(segment);
+    bucket.keep();
+  }
+  bucket.lent_in.undo();
+  bucket.taken_in = false;
 }
 
 // What nobody used is not delivered: whatever was exchanged of it stays owed.
@@ -260,7 +263,7 @@ void Reducer::Impl::commit() {
     const bool owes = regime != Regime::bypass && pipeline.feedback->has_base();
     running.owed_norm = owes ? std::sqrt(std::max(0.0, energy - gone)) : 0;
   }
-  for (const auto& bucket : buckets) bucket->settled = false;  // for good
+  for (const auto& bucket : buckets) bucket->keep();
   vote.tell(last_vote, step, loss_scale);
   note_density();
   ++step;

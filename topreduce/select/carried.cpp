@@ -32,6 +32,8 @@ class Carried final : public Selector {
     predictor_.choose(compensated, selected, summary, look_seconds);
   }
 
+  bool lets_go() const override { return predictor_.lets_go(); }
+
   void commit() override {
     const auto k = static_cast<double>(predictor_.budget().entries);
     const double count = predictor_.count();

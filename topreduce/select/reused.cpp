@@ -64,6 +64,9 @@ class Reused final : public Selector {
     count_ = static_cast<double>(selected.size());
   }
 
+  /// An exact step looks twice.
+  bool lets_go() const override { return !whole_model() && (!exact_ || sends_all()); }
+
   void commit() override {
     if (!whole_model()) {
       count_ = caps_.sent();
@@ -154,13 +157,16 @@ class Reused final : public Selector {
       {
         Stopwatch watch(look_seconds);
         strongest_.begin(caps_[segment.parameter], cut);
-        strongest_.look(terms, segment.start, summary, compensated.threads());
+        strongest_.look(terms, segment.start, summary, compensated.threads(),
+                        [&](std::size_t start, const kernels::Terms& block) {
+                          if (lets_go()) compensated.let_go(segment, start, block.size());
+                        });
         kernels::Summary again;
         if (exact_ && !sends_all() && summary.finite()) {
           ranking_.look(terms, segment.start, again, compensated.threads());
         }
       }
-      if (!summary.finite()) return;
+      if (!summary.finite()) continue;
       const std::size_t before = selected.size();
       strongest_.finish(selected);
       caps_.note(segment.parameter, selected.size() - before);

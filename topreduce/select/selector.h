@@ -24,6 +24,9 @@ class Selector {
   virtual void choose(const CompensatedGradient& compensated, SparseVector& selected,
                       kernels::Summary& summary, double& look_seconds) = 0;
 
+  /// Whether `choose` lets go of every entry in this step, also of what is not finite.
+  virtual bool lets_go() const { return false; }
+
   /// The step's exchanges went through on every rank: adopt what this step taught.
   virtual void commit() = 0;
 

@@ -37,16 +37,16 @@ void ThresholdPredictor::choose(const CompensatedGradient& compensated, SparseVe
   }
   summary = {};
   for (const Segment& segment : compensated.segments()) {
-    const kernels::Terms terms = compensated.terms(segment);
     strongest_.begin(caps_[segment.parameter], cut_);
     look(segment, compensated, summary, look_seconds);
-    if (!summary.finite()) return;
+    if (!summary.finite()) continue;
     const std::size_t before = selected.size();
     const float weakest = strongest_.finish(selected);
     caps_.note(segment.parameter, selected.size() - before);
     if (cut_ == 0) {
       const bool none = selected.size() == before;
-      sample_.foresee(segment.offset, terms, none ? kNever : weakest, compensated.drift());
+      sample_.foresee(segment.offset, compensated.terms(segment), none ? kNever : weakest,
+                      compensated.drift());
     }
   }
 }
@@ -74,6 +74,7 @@ void ThresholdPredictor::look(const Segment& segment, const CompensatedGradient&
                   [&](std::size_t start, const kernels::Terms& block) {
                     if (cut_ == 0) return;
                     sample_.foresee(segment.offset + start, block, cut_, compensated.drift());
+                    compensated.let_go(segment, start, block.size());
                   });
 }
 

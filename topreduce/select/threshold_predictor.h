@@ -26,6 +26,9 @@ class ThresholdPredictor {
   void choose(const CompensatedGradient& compensated, SparseVector& selected,
               kernels::Summary& summary, double& look_seconds);
 
+  /// As Selector::lets_go: without a threshold entries are looked at again.
+  bool lets_go() const { return cut_ > 0; }
+
   const Budget& budget() const { return budget_; }
   float cut() const { return cut_; }                ///< of this step; 0 if none is known yet
   double count() const { return caps_.sent(); }     ///< entries chosen in this step
