@@ -28,6 +28,7 @@ from topreduce.torch.verifying import Verifier
 _HISTORY = 1000
 _LAST_WORDS = 5.0  # seconds that the worker gets at exit; it may be waiting for a dead peer
 _GIVING_UP = 30.0  # and from then on: it may be asking others who did not come
+_NICENESS = 5  # of the worker: where cores are short, what computes gradients goes first
 
 
 class Step:
@@ -280,11 +281,18 @@ def _leave(
         comm.end_threads()
 
 
+def _yield_to_computing() -> None:
+    """Lowers the priority of the calling thread, which on Linux is its own."""
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
 def _run(
     tasks: "queue.SimpleQueue[Callable[[], None] | None]",
     owner: "weakref.ref[Steps]",
     comm: GroupCommunicator,
 ) -> None:
+    _yield_to_computing()
     looked, pace = 0.0, None  # when, and how long until the next look; None: nothing is under way
     idle = True  # since that look
     while True:
