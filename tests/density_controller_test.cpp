@@ -46,6 +46,7 @@ struct Hosts {
   double work = 0, work_per_byte = 0;  // seconds of a processor
   double slowdown = 0;                 // seconds of computing that a second of work costs
   double seen = 1;                     // of an exchange, at least, by the rank that comes last
+  double looked = 0;                   // seconds that exchanges take at least, by who looks rarely
   double hiccup = 0;                   // seconds, the mean of what else ends a step late
 
   Measurement step(double bytes, std::mt19937& random) const {
@@ -56,7 +57,8 @@ struct Hosts {
     const double overlap = backward * (buckets - 1) / buckets;
     const double busy = disturbed(bytes / rate + latency);
     const double exposed = std::max(busy - overlap, busy / buckets);
-    const double shortest = busy * std::uniform_real_distribution<double>(seen, 1)(random);
+    const double some = busy * std::uniform_real_distribution<double>(seen, 1)(random);
+    const double shortest = std::max(some, looked);
     const double waited = exposed + disturbed(end) + hiccup * tail(random);
     return {computed / 3 + backward, waited, shortest, overlap, bytes, worked};
   }
@@ -162,6 +164,19 @@ TEST(DensityController, FollowsARateThatChanges) {
   run.steps(slow, 50);
   run.steps(fast, kSettled);
   expect_best(run, fast, 0.05);
+}
+
+// Exchanges of many small buckets are always under way, however quick each of them is.
+TEST(DensityController, NoticesARateThatRisesByLooks) {
+  const Hosts fast{.rate = 1000 * kMbit, .looked = 0.15};
+  const Hosts slow{.rate = 100 * kMbit, .looked = 0.15};
+  Training run;
+  run.steps(fast, 100);
+  expect_best(run, fast, 0.05);
+  run.steps(slow, 50);
+  expect_best(run, slow, 0.05);
+  run.steps(fast, 35);
+  expect_best(run, fast, 0.05, 4);
 }
 
 TEST(DensityController, FollowsABatchThatChanges) {

@@ -34,8 +34,10 @@ constexpr double kQuicker = 0.5;               // exchanges, times the usual
 constexpr double kMatters = 0.25;              // of the room: what exchanges take, to be looked at
 constexpr double kLonger = 1.25;               // computing, times the usual
 constexpr std::uint64_t kFirstPatience = 100, kLongestPatience = 1024;  // steps until a probe ...
-constexpr std::uint64_t kPatienceBelow = 32;  // ... where it was higher before
+constexpr std::uint64_t kPatienceBelow = 32;      // ... where it was a little higher before
+constexpr std::uint64_t kPatienceAfterFall = 12;  // ... or far: what fell may rise again
 constexpr double kMostUpInProbe = 1.4;
+constexpr double kClearRoom = 0.8;  // of what it may cost, in a probe: search upwards
 
 // Going up and down: factors of bytes.
 constexpr double kLeastUp = 1.1, kMostUp = 4, kLeastDown = 1.0 / 32, kMostDown = 0.9;
@@ -441,7 +443,8 @@ void DensityController::hold() {
   if (looks_.size() < kMedian) return;
   const Measurement recent = median_of_last(kMedian);
   if (exceeds(kChanged, recent) && rung_ > 0) {
-    patience_ = kFirstPatience;
+    patience_ = kPatienceAfterFall;
+    fell_ = true;
     look_for(&recent);
     slower_ = recent;
     bad_ = rung_;
@@ -476,13 +479,20 @@ void DensityController::hold() {
   move_to(std::max(rung_with(ladder_[rung_].bytes * more), rung_ + 1));
 }
 
-// A look at a higher rung: it stays if that will do as well.
+// A look at a higher rung: it stays if that will do as well. After a fall it goes on if that is
+// easy: what fell has risen again.
 void DensityController::probe() {
   if (looks_.size() < kEnough) return;
   const Measurement taken = median_of_last(kEnough);
   remember(rung_, taken);
+  if (fell_ && cost(taken) <= kClearRoom && rung_ + 1 < ladder_.size()) {
+    patience_ = kFirstPatience;
+    fell_ = false;
+    look_for(&taken);
+    return go_up(taken);
+  }
   const bool better = will_do(taken);
-  if (!better) patience_ = std::min(2 * patience_, kLongestPatience);
+  if (!better) patience_ = std::min(patience_ + patience_ / 2, kLongestPatience);
   settle(better ? rung_ : held_rung_);
 }
 

@@ -118,6 +118,7 @@ class TOPREDUCE_API DensityController {
   std::optional<Measurement> usual_;   // what was measured when it settled
   std::uint64_t held_ = 0, patience_;
   std::size_t held_rung_ = 0;  // before a probe
+  bool fell_ = false;          // since steps took far too long
 };
 
 }  // namespace topreduce::tuning
