@@ -11,6 +11,7 @@
 
 #include "cluster.h"
 #include "topreduce/comm/decorator.h"
+#include "topreduce/comm/self.h"
 #include "topreduce/reducer.h"
 
 namespace topreduce::laws {
@@ -328,6 +329,26 @@ void expect_mean(const Floats& gradient, int ranks) {
     ADD_FAILURE() << "entry " << i << " is " << gradient[i];
     return;
   }
+}
+
+// Where they have a place of their own; another one may be named until the end.
+TEST(Lending, MeansAreWrittenBeforeTheVote) {
+  const Layout layout({{"a", {6}}, {"b", {6}}});
+  Reducer reducer(layout, "topk:density=0.5,bucket_cap_mb=0,warmup_steps=0,ramp_steps=0");
+  comm::Self alone;
+  const std::size_t a[] = {0}, b[] = {1};
+  Floats of_a = {1, 9, 2, 8, 3, 7}, of_b = {6, 1, 5, 2, 4, 3}, means(6), elsewhere(6);
+  ASSERT_TRUE(reducer.borrows());
+  reducer.begin(alone);
+  reducer.lend(b, of_b);
+  reducer.lend(a, of_a);
+  reducer.progress();
+  reducer.deliver_to(a, means);
+  EXPECT_TRUE(std::ranges::any_of(means, [](float mean) { return mean != 0; }));
+  reducer.deliver_to(a, elsewhere);
+  EXPECT_TRUE(same_bits(elsewhere, means));
+  reducer.finish();
+  EXPECT_TRUE(same_bits(elsewhere, means));
 }
 
 TEST(UnderWay, ALargeModelInAnyOrderEnds) {

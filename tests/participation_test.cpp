@@ -136,6 +136,7 @@ TEST_P(Attending, RanksThatHaveJoinedBringWhatTheyOwe) {
     Cluster cluster(ranks(), layout, residual());
     for (int s = 0; s < kSteps; ++s) {
       SCOPED_TRACE("step " + std::to_string(s));
+      cluster.hand_over_by(s % 2 == 0 ? Handing::add : Handing::lend_and_deliver);
       Scene scene(layout, ranks(), s);
       int present = ranks();
       for (; s >= 2 && present > std::max(1, ranks() - 2); --present) {

@@ -70,7 +70,14 @@ struct Bucket {
   LentGradients lent_in;  // taken into the memory, which may have to be undone
   bool taken_in = false;  // all of them
   bool settled = false;   // before the vote, so that it may have to be undone
-  double gone = 0;        // energy that went with it
+  /// What sums were divided by and multiplied with that were handed out before the vote.
+  struct Mean {
+    int ranks = 0;
+    float unit = 1;
+    bool operator==(const Mean&) const = default;
+  };
+  std::optional<Mean> handed_out;
+  double gone = 0;  // energy that went with it
 
   void open(Pipeline::Place::Home where) {
     home = where;
@@ -88,6 +95,7 @@ struct Bucket {
   void keep() {
     lent_in.clear();
     taken_in = settled = false;
+    handed_out.reset();
   }
 
   /// Puts the segments in parameter order, whatever order the caller had.
@@ -105,6 +113,12 @@ struct Bucket {
 
   /// Whether its gradients are the reducer's to write to.
   bool lent() const { return std::ranges::all_of(segments, &Segment::lent); }
+
+  /// Whether its means have places of their own, where nobody looks before the end of the step.
+  bool delivers() const {
+    return std::ranges::all_of(
+        segments, [](const Segment& segment) { return segment.mean.size() == segment.size(); });
+  }
 
   /// The number of the exchange: its first parameter belongs to no other.
   std::uint32_t number() const {

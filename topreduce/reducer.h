@@ -88,7 +88,8 @@ class TOPREDUCE_API Reducer {
   /// Whether lending saves anything; if not, `add` is as good.
   bool borrows() const;
   /// Between `lend` and `finish`: the means of these parameters go to `means`, one after the other,
-  /// where zeros are now, instead of the place that was lent.
+  /// where zeros are now, instead of the place that was lent. They may be written there before
+  /// `finish`; after a step that failed, what is there is of no use.
   void deliver_to(std::span<const std::size_t> parameters, std::span<float> means);
 
   /// As `add`, for gradients that the device of `use` holds; see `on_device`.

@@ -29,6 +29,7 @@ struct StepStats {
   double kept_energy = 1;             ///< share of |owed + gradient|^2 that was settled, 0 to 1
   double owed_norm = 0;               ///< norm of what this rank owes after the step
   double seconds_exchanging = 0;      ///< in which exchanges were under way
+  double seconds_exposed = 0;         ///< of these, after the last gradient
   double seconds_computed = 0;        ///< from the start of the step to its last gradient
   double seconds_waited = 0;          ///< from then until the means were there
   bool finite = true;  ///< false: some rank had an infinity or NaN; nothing was committed

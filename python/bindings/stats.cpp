@@ -47,6 +47,7 @@ void bind_stats(nb::module_& module) {
   field("owed_norm", &StepStats::owed_norm, "Norm of what this rank owes after the step.");
   field("seconds_exchanging", &StepStats::seconds_exchanging,
         "Seconds in which exchanges were under way.");
+  field("seconds_exposed", &StepStats::seconds_exposed, "Of these, after the last gradient.");
   field("seconds_computed", &StepStats::seconds_computed,
         "Seconds from the start of the step to its last gradient.");
   field("seconds_waited", &StepStats::seconds_waited,

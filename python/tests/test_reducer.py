@@ -456,6 +456,7 @@ FIELDS: dict[str, type] = {
     "owed_norm": float,
     "finite": bool,
     "seconds_exchanging": float,
+    "seconds_exposed": float,
     "seconds_computed": float,
     "seconds_waited": float,
     "seconds": dict,

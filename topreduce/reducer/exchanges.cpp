@@ -197,7 +197,10 @@ void Reducer::Impl::progress() {
     if (!bucket->task.done()) return false;
     weight_in_flight -= bucket->weight;
     // While others are awaited this takes no time; after the vote it would.
-    if (may_settle_early(*bucket)) settle(*bucket);
+    if (may_settle_early(*bucket)) {
+      settle(*bucket);
+      hand_out_early(*bucket);
+    }
     return true;
   });
   if (busy && in_flight.empty()) {

@@ -35,6 +35,8 @@ void Reducer::Impl::finish() {
                                 " parameters: " + names);
   }
   wait_for_all();
+  const std::chrono::duration<double> exposed = Clock::now() - last_added;
+  running.seconds_exposed = std::min(running.seconds_exchanging, exposed.count());
   voting = true;
   hold_vote();
   {
@@ -199,6 +201,14 @@ void Reducer::Impl::settle(Bucket& bucket) {
   bucket.gone = memory(bucket).settle(compensated(bucket), bucket.result);
 }
 
+// As the vote will most likely have it: `commit` writes other means if not.
+void Reducer::Impl::hand_out_early(Bucket& bucket) {
+  if (!bucket.settled || bucket.handed_out || !bucket.delivers()) return;
+  Stopwatch watch(running[Stage::commit]);
+  bucket.handed_out = {ranks, loss_scale};
+  feedback::Feedback::hand_out(compensated(bucket), bucket.result, ranks, loss_scale);
+}
+
 void Reducer::Impl::unsettle(Bucket& bucket) noexcept {
   if (bucket.settled) {
     for (const Segment& segment : bucket.segments) memory(bucket).unsettle(segment);
@@ -214,6 +224,7 @@ void Reducer::Impl::leave_out_unused(Bucket& bucket) {
   std::erase_if(bucket.segments, [&](const Segment& segment) {
     if (vote.used(segment.number)) return false;
     if (bucket.settled) memory(bucket).unsettle(segment);
+    if (bucket.handed_out) std::ranges::fill(segment.mean, 0.0f);
     const auto& places = bucket.result.sum.indices;
     const auto first = std::ranges::lower_bound(places, segment.start);
     const auto last =
@@ -243,8 +254,9 @@ void Reducer::Impl::commit() {
     if (bucket.lent() && feedback.settles_early()) {
       if (!bucket.settled) settle(bucket);
       gone += bucket.gone;
-      feedback.hand_out(compensated(bucket), bucket.result, divisor_of(feedback),
-                        unit_of(feedback));
+      const Bucket::Mean mean{divisor_of(feedback), unit_of(feedback)};
+      if (bucket.handed_out == mean) continue;
+      feedback.hand_out(compensated(bucket), bucket.result, mean.ranks, mean.unit);
       continue;
     }
     gone += feedback.commit(compensated(bucket), bucket.result, divisor_of(feedback),

@@ -167,8 +167,12 @@ void Reducer::Impl::deliver_to(std::span<const std::size_t> parameters, std::spa
   for (const std::size_t id : parameters) {
     held[id].mean = means.first(layout[id].size);
     means = means.subspan(layout[id].size);
-    if (Segment* segment = started_segment(id)) segment->mean = held[id].mean;
+    if (Segment* segment = started_segment(id)) {
+      segment->mean = held[id].mean;
+      holder_of(id).handed_out.reset();
+    }
   }
+  for (const auto& bucket : buckets) hand_out_early(*bucket);
 }
 
 // Null: its bucket has not started.

@@ -92,6 +92,7 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   void take_back(Bucket& bucket, const Segment& segment);
   bool may_settle_early(const Bucket& bucket);
   void settle(Bucket& bucket);
+  void hand_out_early(Bucket& bucket);
   void unsettle(Bucket& bucket) noexcept;
   int divisor_of(const feedback::Feedback& feedback) const;
   float unit_of(const feedback::Feedback& feedback) const;

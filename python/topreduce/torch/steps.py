@@ -161,19 +161,17 @@ class Steps:
         self._thread.join()
         self._last_resort.detach()
 
-    def record(self, stats: Stats, level: str, in_finish: float = 0.0) -> dict[str, Any]:
-        """A step as users see it. `level`: what it sent, in a word; `in_finish`: seconds from the
-        last gradient that was handed over until the means were computed.
-        """
+    def record(self, stats: Stats, level: str) -> dict[str, Any]:
+        """A step as users see it. `level`: what it sent, in a word."""
         told: dict[str, Any] = dict(stats.as_dict())
         exchanging = told["seconds_exchanging"]
-        exposed = max(0.0, in_finish - told["seconds"]["commit"])
+        exposed = told["seconds_exposed"]
         return {
             **told,
             "method": self._reducer.spec["method"],
             "level": level,
             "reason": self._reducer.reason,
-            "hidden": max(0.0, 1 - exposed / exchanging) if exchanging > 0 else 0.0,
+            "hidden": 1 - exposed / exchanging if exchanging > 0 else 0.0,
         }
 
     # ---- the worker's part: everything that can fail, or take time -----------------------------
@@ -219,11 +217,10 @@ class Steps:
     def _finish(self, step: Step, receiver: Receiver) -> None:
         with receiver.queued():
             stats = self._reducer.finish()
-        in_finish = time.perf_counter() - step.last_handed_over
         self._comm.trim()
         receiver.give_back()
         self._time(step)
-        told = self.record(stats, step.level, in_finish)
+        told = self.record(stats, step.level)
         told["seconds_computed"], told["seconds_waited"] = step.computed, step.waited
         self.history.append(told)
 
