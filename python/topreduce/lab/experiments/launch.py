@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import faulthandler
 import multiprocessing
@@ -233,6 +234,7 @@ def _run(
     _redirect_output(output)
     os.environ["GLOO_SOCKET_IFNAME"] = place.interface
     try:
+        _keep_freed_memory()
         if place.namespace is not None:
             enter(place.namespace)  # before any thread that opens connections
         # A file instead of a port: no two launches can meet.
@@ -257,6 +259,18 @@ def _end_with_parent(folder: Path) -> None:
     parent.join()
     shutil.rmtree(folder, ignore_errors=True)  # a killed parent could not
     os._exit(1)
+
+
+def _keep_freed_memory() -> None:
+    """Otherwise glibc gives gradients back to the system and gets them anew, page by page, in every
+    step of a process with one model, but not in one with several: what a step takes would depend on
+    which other methods are in the race.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # malloc.h
+    with contextlib.suppress(AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(mmap_threshold, 32 << 20)  # the most that it takes
+        mallopt(trim_threshold, 2**31 - 1)
 
 
 def _redirect_output(output: Path) -> None:
