@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from topreduce import Reducer
 from topreduce.torch.averager import Averager
 from topreduce.torch.device import GradientDevice
-from topreduce.torch.gradients import largest
+from topreduce.torch.gradients import flat, largest
 from topreduce.torch.lane import Lane
 from topreduce.torch.steps import Step, Steps, is_in_backward
 from topreduce.torch.taker import Batch, Taker
@@ -231,8 +231,7 @@ class DDPAdapter:
         for ours, run in itertools.groupby(batch, lambda each: each[0] in kept):
             gradients = []
             for number, gradient in run:
-                flat = gradient.detach().as_strided((gradient.numel(),), (1,))
-                float32 = current.taken[number] = flat.float()
+                float32 = current.taken[number] = flat(gradient).float()
                 gradients.append((number, float32.numpy(), largest(gradient.dtype)))
                 if ours:
                     current.lent[number] = gradient

@@ -1,6 +1,7 @@
 """How gradients lie in memory, and how the core sees them: flat, in fp32, in main memory."""
 
 import contextlib
+import functools
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -118,6 +119,8 @@ class Pass:
 
 def flat(tensor: Tensor) -> Tensor:
     """Its memory, in one dimension."""
+    if tensor.is_contiguous() and not tensor.requires_grad:
+        return tensor.view(-1)
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
@@ -148,6 +151,7 @@ def _axes(tensor: Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
 
 
+@functools.cache
 def largest(dtype: torch.dtype) -> float:
     """What memory of this type can hold of a mean that is computed in fp32."""
     return min(torch.finfo(each).max for each in (dtype, torch.float32))
