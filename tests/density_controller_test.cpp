@@ -189,6 +189,21 @@ TEST(DensityController, FollowsABatchThatChanges) {
   expect_best(run, small, 0.05);
 }
 
+// What looks like a quicker network may be a hiccup: a leap would cost several steps' time.
+TEST(DensityController, LooksForMoreByTwiceTheBytesAtFirst) {
+  const Hosts slow{.rate = 100 * kMbit}, fast{.rate = 10000 * kMbit};
+  Training run;
+  run.steps(slow, 60);
+  const double before = run.rungs[run.rung()].bytes;
+  run.steps(fast, 30);
+  std::vector<std::size_t> since(run.visited.begin() + 60, run.visited.end());
+  const auto moved =
+      std::ranges::find_if(since, [&](std::size_t rung) { return rung != since[0]; });
+  ASSERT_NE(moved, since.end());
+  EXPECT_GT(run.rungs[*moved].bytes, before);
+  EXPECT_LE(run.rungs[*moved].bytes, 2 * before);
+}
+
 TEST(DensityController, HoldsStillForLong) {
   const Hosts hosts{.rate = 100 * kMbit};
   Training run;

@@ -41,7 +41,7 @@ constexpr double kClearRoom = 0.8;  // of what it may cost, in a probe: search u
 
 // Going up and down: factors of bytes.
 constexpr double kLeastUp = 1.1, kMostUp = 4, kLeastDown = 1.0 / 32, kMostDown = 0.9;
-constexpr double kLeastByProcessor = 0.25, kLeastFromHold = 0.5;
+constexpr double kLeastByProcessor = 0.25, kLeastFromHold = 0.5, kMostFromHold = 2;
 constexpr double kOfTheRoom = 0.95;
 
 // All that it costs, by waiting and by work on cores that compute, times what may be waited.
@@ -268,8 +268,8 @@ double DensityController::factor_down(const Measurement& taken) const {
   return limited(factor, taken);
 }
 
-void DensityController::go_up(const Measurement& taken) {
-  const double bytes = ladder_[rung_].bytes * std::clamp(factor_up(taken), kLeastUp, kMostUp);
+void DensityController::go_up(const Measurement& taken, double most) {
+  const double bytes = ladder_[rung_].bytes * std::clamp(factor_up(taken), kLeastUp, most);
   move_to(std::min(std::max(rung_with(bytes), rung_ + stride_), ladder_.size() - 1));
   stride_ *= 2;
 }
@@ -371,7 +371,7 @@ void DensityController::search() {
   }
   rung_ = good_ ? *good_ : *bad_;
   const Measurement known = seen_at(rung_);
-  good_ ? go_up(known) : go_down(known);
+  good_ ? go_up(known, kMostUp) : go_down(known);
 }
 
 // The lowest rung waits too long. If a higher one that was seen waits hardly longer, it is not for
@@ -467,7 +467,7 @@ void DensityController::hold() {
   if ((quicker || longer) && enough) {
     patience_ = kFirstPatience;
     look_for(&all);
-    return go_up(all);
+    return go_up(all, kMostFromHold);
   }
   if (all.exchanging * kQuicker > usual_->exchanging || all.computed * kLonger < usual_->computed) {
     usual_ = all;
@@ -489,7 +489,7 @@ void DensityController::probe() {
     patience_ = kFirstPatience;
     fell_ = false;
     look_for(&taken);
-    return go_up(taken);
+    return go_up(taken, kMostFromHold);
   }
   const bool better = will_do(taken);
   if (!better) patience_ = std::min(patience_ + patience_ / 2, kLongestPatience);

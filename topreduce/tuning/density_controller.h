@@ -81,7 +81,7 @@ class TOPREDUCE_API DensityController {
   void settle(std::size_t rung);
   void look_for(const Measurement* held);
   void move_to(std::size_t rung);
-  void go_up(const Measurement& taken);
+  void go_up(const Measurement& taken, double most);
   void go_down(const Measurement& taken, double least = 0);
   void remember(std::size_t rung, const Measurement& taken);
   double limited(double factor, const Measurement& taken) const;
