@@ -53,6 +53,7 @@ void Reducer::begin(Communicator& comm, float loss_scale) {
 
 void Reducer::add(std::span<const std::size_t> parameters, std::span<float> gradient, float most) {
   const FloatMode mode;
+  const ProcessorWatch watch(impl_->worked);
   try {
     if (impl_->on_device) {
       throw std::invalid_argument("add: gradients must stay on the device, see on_device");
@@ -65,6 +66,7 @@ void Reducer::add(std::span<const std::size_t> parameters, std::span<float> grad
 
 void Reducer::lend(std::span<const std::size_t> parameters, std::span<float> gradient, float most) {
   const FloatMode mode;
+  const ProcessorWatch watch(impl_->worked);
   try {
     if (impl_->on_device) throw std::invalid_argument("lend: gradients must stay on the device");
     impl_->add("lend", parameters, gradient, most, true);
@@ -79,6 +81,8 @@ bool Reducer::borrows() const {
 }
 
 void Reducer::deliver_to(std::span<const std::size_t> parameters, std::span<float> means) {
+  const FloatMode mode;
+  const ProcessorWatch watch(impl_->worked);
   try {
     impl_->deliver_to(parameters, means);
   } catch (...) {
@@ -88,6 +92,7 @@ void Reducer::deliver_to(std::span<const std::size_t> parameters, std::span<floa
 
 void Reducer::add_on_device(std::span<const std::size_t> parameters, float most) {
   const FloatMode mode;
+  const ProcessorWatch watch(impl_->worked);
   try {
     if (!impl_->on_device) {
       throw std::invalid_argument(
@@ -119,6 +124,7 @@ double Reducer::pace() const {
 bool Reducer::progress() {
   if (impl_->comm == nullptr) return false;
   const FloatMode mode;
+  const ProcessorWatch watch(impl_->worked);
   try {
     impl_->go_on();
     return !impl_->in_flight.empty();

@@ -3,6 +3,7 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
+#include <ctime>
 #include <string_view>
 
 namespace topreduce {
@@ -50,6 +51,25 @@ class Stopwatch {
   using Clock = std::chrono::steady_clock;
   double& seconds_;
   Clock::time_point start_ = Clock::now();
+};
+
+/// The same for the time that a processor works for the calling thread: without waiting, and
+/// without what others do on that processor meanwhile.
+class ProcessorWatch {
+ public:
+  explicit ProcessorWatch(double& seconds) : seconds_(seconds) {}
+  ~ProcessorWatch() { seconds_ += now() - start_; }
+  ProcessorWatch(const ProcessorWatch&) = delete;
+  ProcessorWatch& operator=(const ProcessorWatch&) = delete;
+
+ private:
+  static double now() {
+    std::timespec time{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+  }
+  double& seconds_;
+  double start_ = now();
 };
 
 }  // namespace topreduce

@@ -52,9 +52,7 @@ void Reducer::Impl::note_density() {
 
 void Reducer::Impl::note_gradient() {
   last_added = std::chrono::steady_clock::now();
-  // Without the network, where it mostly waits.
-  worked_meanwhile = running[Stage::look] + running[Stage::choose] + running[Stage::pack] +
-                     running[Stage::unpack] + running[Stage::commit];
+  worked_meanwhile = worked;
 }
 
 void Reducer::Impl::time_step(std::uint64_t number) {

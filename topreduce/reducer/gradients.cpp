@@ -76,7 +76,7 @@ void Reducer::Impl::begin(Communicator& communicator, float scale) {
   loss_scale = knows_scale ? scale : 1;
   opened_at = last_added = std::chrono::steady_clock::now();
   any_started = false;
-  worked_meanwhile = 0;
+  worked = worked_meanwhile = 0;
   level = next_level();
   const Regime last = std::exchange(regime, regime_of_step());
   if (regime != last) buckets.clear();  // a dense step's buffers are as large as the model

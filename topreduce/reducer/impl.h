@@ -179,7 +179,8 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   Budget budget;
   std::chrono::steady_clock::time_point opened_at, first_started, last_added;
   bool any_started = false;
-  double worked_meanwhile = 0;  // seconds until the last gradient came
+  double worked = 0;            // seconds of a processor, in calls that do not wait
+  double worked_meanwhile = 0;  // the same until the last gradient came
   std::optional<std::chrono::steady_clock::time_point> finished_at;  // the step before
   std::optional<tuning::Measurement> vote_measured;  // of the last step, by all ranks
   exchange::Workspace workspace;
