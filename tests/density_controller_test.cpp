@@ -358,6 +358,19 @@ TEST(DensityController, LimitsWhatItCostsInAll) {
   EXPECT_GT(other.rung(), run.rung());
 }
 
+// What even the least density takes counts too: the more that is, the less is left for bytes.
+TEST(DensityController, LeavesToBytesWhatOtherWorkDoesNotTake) {
+  const Hosts little{.rate = 1000 * kMbit, .work = 1e-3, .work_per_byte = 5e-9, .slowdown = 1};
+  Hosts much = little;
+  much.work = 8e-3;
+  Training run, other;
+  run.steps(little, 2 * kSettled);
+  other.steps(much, 2 * kSettled);
+  EXPECT_GT(run.rung(), other.rung());
+  EXPECT_LE(little.cost(run.rungs[run.rung()].bytes), 0.08);
+  EXPECT_LE(much.cost(other.rungs[other.rung()].bytes), 0.085);
+}
+
 // What was tried first may have been cheaper than it is later on.
 TEST(DensityController, GoesDownWhereWorkGrows) {
   Hosts hosts{.rate = 1000 * kMbit, .work = 5e-3, .work_per_byte = 5e-9, .slowdown = 1};

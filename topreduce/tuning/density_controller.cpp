@@ -44,8 +44,9 @@ constexpr double kLeastUp = 1.1, kMostUp = 4, kLeastDown = 1.0 / 32, kMostDown =
 constexpr double kLeastByProcessor = 0.25, kLeastFromHold = 0.5, kMostFromHold = 2;
 constexpr double kOfTheRoom = 0.95;
 
-// All that it costs, by waiting and by work on cores that compute, times what may be waited.
-constexpr double kInAll = 1.1;
+// All that it costs, by waiting and by work on cores that compute, times what may be waited; and
+// what is left of that for the bytes, where other work takes most of it.
+constexpr double kInAll = 1.5, kForBytes = 1;
 constexpr double kGuess = 1.2, kGuessWithin = 0.8, kMostSlowdown = 6;  // seconds per second of work
 constexpr double kLeastScatter = 0.003;                                // of the computing
 constexpr double kDeviations = 1.5;  // a standard deviation, times the median deviation
@@ -129,8 +130,10 @@ double DensityController::slowed(const Measurement& taken) const {
   return slowdown_ * std::max(0.0, taken.busy - given_);
 }
 
+// For waiting and for the work that bytes take.
 double DensityController::allowed_in_all(const Measurement& taken) const {
-  return floor_ + kInAll * share_of(taken);
+  const double share = share_of(taken);
+  return floor_ + std::max(kInAll * share - slowdown_ * given_, kForBytes * share);
 }
 
 // How many times as many bytes the processor allows. Of the waiting, what the exchange took beyond
