@@ -48,8 +48,10 @@ TEST_P(Mode, OfTheCallerChangesNothing) {
     const unsigned mode = s % 2 == 0 ? kFlushToZero : kUpwards;
     const auto got = meet(other.reducers(), [&](Reducer& reducer, Communicator& comm) {
       const auto rank = static_cast<std::size_t>(comm.rank());
+      const bool lends = s >= 2;
+      Floats lent = gradients[rank];
       Outcome outcome;
-      outcome.gradient = gradients[rank];
+      outcome.gradient = lends ? Floats(lent.size()) : lent;
       const unsigned own = _mm_getcsr();
       _mm_setcsr(own | mode);
       reducer.begin(comm);
@@ -57,7 +59,13 @@ TEST_P(Mode, OfTheCallerChangesNothing) {
       for (const auto& bucket : cut) {
         std::size_t size = 0;
         for (const std::size_t id : bucket) size += layout[id].size;
-        reducer.add(bucket, std::span(outcome.gradient).subspan(start, size));
+        const auto mine = std::span(outcome.gradient).subspan(start, size);
+        lends ? reducer.lend(bucket, std::span(lent).subspan(start, size))
+              : reducer.add(bucket, mine);
+        if (lends) {
+          reducer.progress();
+          reducer.deliver_to(bucket, mine);
+        }
         start += size;
       }
       outcome.stats = reducer.finish();

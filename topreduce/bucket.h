@@ -116,8 +116,10 @@ struct Bucket {
 
   /// Whether its means have places of their own, where nobody looks before the end of the step.
   bool delivers() const {
-    return std::ranges::all_of(
-        segments, [](const Segment& segment) { return segment.mean.size() == segment.size(); });
+    return std::ranges::all_of(segments, [](const Segment& segment) {
+      return segment.mean.size() == segment.size() &&
+             (segment.mean.empty() || segment.mean.data() != segment.gradient.data());
+    });
   }
 
   /// The number of the exchange: its first parameter belongs to no other.

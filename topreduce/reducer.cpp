@@ -185,6 +185,7 @@ void Reducer::abandon(std::string_view why) noexcept {
 }
 
 RebuildPlan Reducer::plan_rebuild(Communicator& comm) {
+  const FloatMode mode;
   impl_->expect_closed("plan_rebuild");
   return impl_->plan_rebuild(comm);
 }

@@ -173,8 +173,9 @@ struct Owner {
     try {
       const std::vector<std::size_t> parameters = parameter_numbers("deliver_to", numbers);
       const std::span<float> floats = writable_floats("deliver_to", means);
-      reducer.deliver_to(parameters, floats);
       places_held.push_back(std::move(means));
+      const nb::gil_scoped_release release;
+      reducer.deliver_to(parameters, floats);
     } catch (...) {
       abandon(current_words());
       throw;
@@ -380,7 +381,9 @@ void bind_reducer(nb::module_& module) {
            nb::sig("def deliver_to(self, parameters: collections.abc.Sequence[int], means: "
                    "numpy.typing.NDArray[numpy.float32]) -> None"),
            "Between add_many(lent=True) and `finish`: the means of these parameters are to go to "
-           "this\narray, where zeros are now.")
+           "this\narray, where zeros are now. They may be written before `finish`; after a step "
+           "that "
+           "failed,\nwhat is there is of no use.")
       .def(
           "relocate", &Owner::relocate, "parameters"_a.none(), "gradient"_a.none(),
           nb::sig("def relocate(self, parameters: collections.abc.Sequence[int], gradient: "

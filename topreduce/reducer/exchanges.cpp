@@ -204,8 +204,9 @@ void Reducer::Impl::progress() {
     return true;
   });
   if (busy && in_flight.empty()) {
-    const auto time = Clock::now() - in_flight_since;
-    running.seconds_exchanging += std::chrono::duration<double>(time).count();
+    last_ended = Clock::now();
+    running.seconds_exchanging +=
+        std::chrono::duration<double>(last_ended - in_flight_since).count();
   }
   Stopwatch watch(running[Stage::network]);
   comm->flush();

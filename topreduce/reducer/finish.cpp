@@ -35,8 +35,8 @@ void Reducer::Impl::finish() {
                                 " parameters: " + names);
   }
   wait_for_all();
-  const std::chrono::duration<double> exposed = Clock::now() - last_added;
-  running.seconds_exposed = std::min(running.seconds_exchanging, exposed.count());
+  const std::chrono::duration<double> exposed = last_ended - last_added;
+  running.seconds_exposed = std::clamp(exposed.count(), 0.0, running.seconds_exchanging);
   voting = true;
   hold_vote();
   {

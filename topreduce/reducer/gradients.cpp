@@ -74,7 +74,7 @@ void Reducer::Impl::begin(Communicator& communicator, float scale) {
   traffic_before = comm->traffic();
   knows_scale = scale > 0;
   loss_scale = knows_scale ? scale : 1;
-  opened_at = last_added = std::chrono::steady_clock::now();
+  opened_at = last_added = last_ended = std::chrono::steady_clock::now();
   any_started = false;
   worked = worked_meanwhile = 0;
   level = next_level();

@@ -7,8 +7,8 @@
 //   finish   look, choose, exchange            compute; or once, for the whole model
 //            vote, commit, decode              all of it, or nothing
 //
-// Until the vote only `buckets` are written: what is owed and the caller's gradients stay as they
-// are.
+// Until the vote only `buckets` are written, gradients that were lent, and places for their means;
+// what is owed can be made what it was.
 
 #include <chrono>
 #include <functional>
@@ -209,7 +209,7 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   std::vector<Bucket*> in_flight;  // whose exchange has not ended
   double weight_in_flight = 0;     // values that they send
   using Clock = std::chrono::steady_clock;
-  Clock::time_point in_flight_since;
+  Clock::time_point in_flight_since, last_ended;
   Clock::time_point last_looked;  // for messages
   Clock::duration pace{};         // see Reducer::pace
   StepStats running;
