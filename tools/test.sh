@@ -120,7 +120,7 @@ package() {
 }
 
 # The tests run one part after the other, those of Python first. What is built for the next ones goes on
-# beside them, and so do lint, docs and fuzz; mpi, which mostly waits, beside the last part.
+# beside them, and so do lint, docs and fuzz.
 run_tests() {
   local name beside=() main=() presets=() files=() groups=(build test lab docs) helper builder
   while (($#)); do
@@ -135,7 +135,7 @@ run_tests() {
     esac
     shift
   done
-  ((${#main[@]} + ${#beside[@]})) || beside=(lint docs) main=(python asan tsan mpi release)
+  ((${#main[@]} + ${#beside[@]})) || beside=(lint docs) main=(python asan tsan release mpi)
 
   if [[ " ${main[*]} ${beside[*]} " =~ ' '(python|lint)' ' ]]; then beside=(package "${beside[@]}"); fi
 
@@ -143,7 +143,7 @@ run_tests() {
     printf '0 passed, 1 failed\n'
     return 1
   fi
-  rm -f "$logs"/*.part "$logs"/*.built "$logs"/*beside.txt
+  rm -f "$logs"/*.part "$logs"/*.built
   parts_beside "${beside[@]}" >"$logs/beside.txt" 2>&1 &
   helper=$!
   for name in "${main[@]}"; do [[ $name == python ]] || presets+=("$name"); done
@@ -153,13 +153,11 @@ run_tests() {
     if [[ $name == python ]]; then
       await "$logs/package.part" "$helper"
       part python step pytest pytest run_pytest "$@"
-    elif [[ $name == mpi && $name != "${main[-1]}" ]]; then
-      part mpi cpp mpi "$@" >>"$logs/mpi-beside.txt" 2>&1 &
     else
       part "$name" cpp "$name" "$@"
     fi
   done
-  wait && cat "$logs"/*beside.txt
+  wait && cat "$logs/beside.txt"
 
   printf '\n'
   for name in "${beside[@]}" "${main[@]}"; do files+=("$logs/$name.part"); done
