@@ -351,6 +351,25 @@ TEST(Lending, MeansAreWrittenBeforeTheVote) {
   EXPECT_TRUE(same_bits(elsewhere, means));
 }
 
+// Until the vote it holds what was owed before.
+TEST(Lending, MeansAreNotWrittenIntoWhatWasLentBeforeTheVote) {
+  const Layout layout({{"a", {6}}, {"b", {6}}});
+  Reducer reducer(layout, "topk:density=0.5,bucket_cap_mb=0,warmup_steps=0,ramp_steps=0");
+  comm::Self alone;
+  const std::size_t a[] = {0}, both[] = {0, 1};
+  Floats first = {1, 9, 2, 8, 3, 7, 6, 1, 5, 2, 4, 3}, of_a = {7, 3, 8, 2, 9, 1};
+  reducer.begin(alone);
+  reducer.add(both, first);
+  reducer.finish();
+  const auto before = state_of(reducer);
+  reducer.begin(alone);
+  reducer.lend(a, of_a);
+  reducer.progress();
+  reducer.deliver_to(a, of_a);
+  reducer.abandon();
+  EXPECT_EQ(state_of(reducer), before);
+}
+
 TEST(UnderWay, ALargeModelInAnyOrderEnds) {
   const Layout layout = wide_model();
   for (const int ranks : kSomeRanks) {
