@@ -26,7 +26,11 @@ using namespace std::chrono_literals;
 
 #ifdef TOPREDUCE_SANITIZED
 constexpr auto kTimeout = 800ms;
-constexpr std::size_t kRowsApart = 5;
+#ifdef __SANITIZE_THREAD__
+constexpr std::size_t kRowsApart = 11;
+#else
+constexpr std::size_t kRowsApart = 7;
+#endif
 constexpr int kLiesApart = 7;
 #else
 constexpr auto kTimeout = 500ms;

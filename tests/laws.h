@@ -9,6 +9,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "topreduce/layout.h"
@@ -100,12 +101,16 @@ inline constexpr const char* kRows[] = {
     "ok_topk:density=0.2,values=sign,period=3",
 };
 #ifdef TOPREDUCE_SANITIZED
-// A sanitizer needs ranks, blocks and steps, not many of them, and of rows that differ little every
-// second. Step 7 of integers() is the last special one.
+// A sanitizer needs ranks, blocks and steps, not many of them, and each method, stage and format in
+// one row or another. Step 7 of integers() is the last special one.
 inline constexpr int kRankCounts[] = {1, 3};
 inline constexpr int kSomeRanks[] = {3};
-inline constexpr std::uint64_t kMessageStep = 2;
-inline constexpr std::size_t kRowStep = 2;
+inline constexpr std::uint64_t kMessageStep = 3;
+#ifdef __SANITIZE_THREAD__
+inline constexpr std::size_t kRowStep = 12;  // settings do not change who meets whom
+#else
+inline constexpr std::size_t kRowStep = 6;
+#endif
 inline constexpr std::size_t kMany = 70'000;
 inline constexpr int kLawSteps = 9, kCutSteps = 6;
 #else
@@ -117,13 +122,13 @@ inline constexpr std::size_t kMany = 300'000;  // more than a stretch, and than 
 inline constexpr int kLawSteps = 20, kCutSteps = 10;
 #endif
 
-/// The method of a row, and the stages that it names.
+/// The method of a row, and the stages, formats and granularities that it names.
 inline std::set<std::string> entries_of(const std::string& row) {
   const auto word_at = [&](std::size_t start) {
     return row.substr(start, row.find_first_of(":,)", start) - start);
   };
   std::set<std::string> entries = {word_at(0)};
-  for (const std::string stage : {"feedback=", "select=", "exchange="}) {
+  for (const std::string stage : {"feedback=", "select=", "exchange=", "values=", "granularity="}) {
     const std::size_t found = row.find(stage);
     if (found == std::string::npos) continue;
     const std::size_t start = found + stage.size();
@@ -132,11 +137,11 @@ inline std::set<std::string> entries_of(const std::string& row) {
   return entries;
 }
 
-/// The rows that this build checks: every kRowStep-th, and those with what none of them has.
-inline std::vector<const char*> rows() {
+/// The rows that this build checks: every `step`-th, and those with what none of them has.
+inline std::vector<const char*> rows(std::size_t step = kRowStep) {
   std::vector<const char*> chosen;
   std::set<std::string> seen;
-  for (std::size_t i = 0; i < std::size(kRows); i += kRowStep) {
+  for (std::size_t i = 0; i < std::size(kRows); i += step) {
     chosen.push_back(kRows[i]);
     seen.merge(entries_of(kRows[i]));
   }
@@ -145,6 +150,18 @@ inline std::vector<const char*> rows() {
     if (std::includes(seen.begin(), seen.end(), entries.begin(), entries.end())) continue;
     chosen.push_back(kRows[i]);
     seen.insert(entries.begin(), entries.end());
+  }
+  return chosen;
+}
+
+/// A row, and on how many ranks. On many, which takes long, every second row: all methods and
+/// stages, in not all of their settings.
+using RowOnRanks = std::tuple<const char*, int>;
+inline std::vector<RowOnRanks> rows_on_ranks() {
+  std::vector<RowOnRanks> chosen;
+  for (const int ranks : kRankCounts) {
+    for (const char* row : rows(ranks > 3 ? 2 * kRowStep : kRowStep))
+      chosen.emplace_back(row, ranks);
   }
   return chosen;
 }

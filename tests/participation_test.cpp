@@ -61,7 +61,7 @@ struct Scene {
   std::vector<Participation> participation;
 };
 
-class Attending : public testing::TestWithParam<std::tuple<const char*, int>> {
+class Attending : public testing::TestWithParam<RowOnRanks> {
  protected:
   int ranks() const { return std::get<1>(GetParam()); }
 
@@ -109,11 +109,9 @@ class Attending : public testing::TestWithParam<std::tuple<const char*, int>> {
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(
-    Rows, Attending, testing::Combine(testing::ValuesIn(rows()), testing::ValuesIn(kRankCounts)),
-    [](const auto& test) {
-      return name_of(std::get<0>(test.param)) + "_on_" + std::to_string(std::get<1>(test.param));
-    });
+INSTANTIATE_TEST_SUITE_P(Rows, Attending, testing::ValuesIn(rows_on_ranks()), [](const auto& test) {
+  return name_of(std::get<0>(test.param)) + "_on_" + std::to_string(std::get<1>(test.param));
+});
 
 TEST_P(Attending, WhatNobodyUsedStaysOwed) {
   const Layout layout = small_model();
