@@ -26,6 +26,7 @@ SHAPES = [
 LARGE = [("embed.weight", (190_000,)), ("norm.weight", (77,)), ("head.weight", (90_001,))]
 STEPS = 32
 RANKS = [1, 2, 3, 5]
+SOME_RANKS = [1, 3]  # of what hardly depends on them
 METHODS = [method["name"] for method in topreduce.methods()]
 
 
@@ -88,14 +89,15 @@ def check(
     return expected
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("granularity", ["model", "bucket"])
 @pytest.mark.parametrize("method", METHODS)
 class TestEveryMethod:
+    @pytest.mark.parametrize("ranks", RANKS)
     def test_plain(self, method: str, granularity: str, ranks: int) -> None:
         gradients = integer_gradients(SHAPES, STEPS, ranks)
         check(method, SHAPES, gradients, density=0.02, granularity=granularity, seed=5)
 
+    @pytest.mark.parametrize("ranks", SOME_RANKS)
     def test_warmup_ramp_and_keep_dense(self, method: str, granularity: str, ranks: int) -> None:
         outcomes = check(
             method,
@@ -112,6 +114,7 @@ class TestEveryMethod:
         assert kept.sum() == 17
         assert not any(owed[kept].any() for outcome in outcomes for owed in outcome.owed)
 
+    @pytest.mark.parametrize("ranks", SOME_RANKS)
     def test_a_step_that_is_not_finite(self, method: str, granularity: str, ranks: int) -> None:
         gradients = integer_gradients(SHAPES, 12, ranks)
         gradients[5][-1][100] = np.inf
@@ -138,8 +141,10 @@ def test_rounding_stays_owed(method: str, granularity: str, values: str) -> None
     )
 
 
-@pytest.mark.parametrize("values", ["auto", *sorted(reference.BITS)])
-@pytest.mark.parametrize("granularity", ["model", "bucket"])
+@pytest.mark.parametrize(
+    ("granularity", "values"),
+    [*zip(["model", "bucket"] * 2, sorted(reference.BITS), strict=True), ("bucket", "auto")],
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_values_that_share_a_scale(method: str, granularity: str, values: str) -> None:
     gradients = integer_gradients(SHAPES, 24, 3)
@@ -198,7 +203,7 @@ def test_many_steps(method: str, granularity: str) -> None:
 def test_many_steps_of_every_select(
     select: str, settings: dict[str, Any], granularity: str
 ) -> None:
-    gradients = integer_gradients(SHAPES, 200, 5)
+    gradients = integer_gradients(SHAPES, 100, 5)
     check(
         "topk", SHAPES, gradients, density=0.05, granularity=granularity, select=select, **settings
     )
@@ -246,8 +251,9 @@ def test_ok_topk_settings(global_ratio: float, granularity: str, values: str) ->
     )
 
 
-@pytest.mark.parametrize("granularity", ["model", "bucket"])
-@pytest.mark.parametrize("of_feedback", [{}, {"eta": 0.75}])
+@pytest.mark.parametrize(
+    ("granularity", "of_feedback"), [("bucket", {}), ("model", {"eta": 0.75})], ids=str
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_estimates(method: str, of_feedback: dict[str, float], granularity: str) -> None:
     gradients = integer_gradients(SHAPES, 30, 3)
@@ -281,7 +287,7 @@ def test_estimates(method: str, of_feedback: dict[str, float], granularity: str)
 @pytest.mark.parametrize("feedback", ["residual", "ef21", "ef21m"])
 def test_arc_topk(feedback: str, granularity: str, of_exchange: dict[str, Any]) -> None:
     shapes = [*SHAPES, ("conv.weight", (6, 5, 3, 3))]
-    steps = 200 if feedback == "residual" else 50
+    steps = 100 if feedback == "residual" else 40
     check(
         "arc_topk",
         shapes,
@@ -306,8 +312,8 @@ def test_a_large_model(method: str, granularity: str) -> None:
     n = sum(reference.size_of(shape) for _, shape in LARGE)
     assert n > 2**18
     rng = np.random.default_rng(2)
-    gradients = [list(np.rint(rng.normal(0, 500, (2, n))).astype(np.float32)) for _ in range(10)]
-    gradients[7][0] *= 64
+    gradients = [list(np.rint(rng.normal(0, 500, (2, n))).astype(np.float32)) for _ in range(7)]
+    gradients[5][0] *= 64
     check(method, LARGE, gradients, density=0.003, granularity=granularity, seed=1)
 
 
