@@ -137,6 +137,8 @@ setup_package() {
 use_ccache() {
   ccache --show-stats >/dev/null 2>&1 || return 0
   export CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_BASEDIR=$root CCACHE_NOHASHDIR=1
+  # Depended-on files are compared, not preprocessed text: where nothing is found that saves a pass.
+  export CCACHE_DEPEND=1
   # Files of a fresh clone are as new as their compilation.
   export CCACHE_SLOPPINESS=include_file_mtime,include_file_ctime
 }
