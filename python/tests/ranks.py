@@ -65,6 +65,8 @@ def scripts(*modules: str) -> Scripts:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    # Lightning looks for MPI by starting it, which takes a second and may fail on a busy machine.
+    sys.modules["mpi4py"] = None  # type: ignore[assignment]
     for name in [*PRELOADED, *sys.argv[1:]]:
         importlib.import_module(name)
     while line := sys.stdin.readline():
