@@ -121,7 +121,7 @@ void run_steps(Reducer& reducer, Communicator& comm, const Gradients& gradients,
 
 class Allocation : public testing::TestWithParam<const char*> {};
 
-INSTANTIATE_TEST_SUITE_P(Rows, Allocation, testing::ValuesIn(rows()),
+INSTANTIATE_TEST_SUITE_P(Rows, Allocation, testing::ValuesIn(fewer_rows()),
                          [](const auto& test) { return name_of(test.param); });
 
 TEST_P(Allocation, NoneInASteadyStep) {

@@ -247,7 +247,7 @@ class OnDevice : public testing::TestWithParam<const char*> {
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Rows, OnDevice, testing::ValuesIn(rows()),
+INSTANTIATE_TEST_SUITE_P(Rows, OnDevice, testing::ValuesIn(fewer_rows()),
                          [](const auto& test) { return name_of(test.param); });
 
 TEST_P(OnDevice, GivesTheBitsOfMainMemory) {

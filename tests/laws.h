@@ -154,14 +154,17 @@ inline std::vector<const char*> rows(std::size_t step = kRowStep) {
   return chosen;
 }
 
-/// A row, and on how many ranks. On many, which takes long, every second row: all methods and
-/// stages, in not all of their settings.
+/// For what takes long: all methods, stages and formats, in not all of their combinations.
+inline std::vector<const char*> fewer_rows() {
+  return rows(2 * kRowStep);
+}
+
+/// A row, and on how many ranks.
 using RowOnRanks = std::tuple<const char*, int>;
 inline std::vector<RowOnRanks> rows_on_ranks() {
   std::vector<RowOnRanks> chosen;
   for (const int ranks : kRankCounts) {
-    for (const char* row : rows(ranks > 3 ? 2 * kRowStep : kRowStep))
-      chosen.emplace_back(row, ranks);
+    for (const char* row : ranks > 3 ? fewer_rows() : rows()) chosen.emplace_back(row, ranks);
   }
   return chosen;
 }

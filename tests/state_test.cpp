@@ -83,7 +83,7 @@ class ForgedState : public testing::TestWithParam<const char*> {
   Cluster cluster_;
 };
 
-INSTANTIATE_TEST_SUITE_P(Rows, ForgedState, testing::ValuesIn(rows()),
+INSTANTIATE_TEST_SUITE_P(Rows, ForgedState, testing::ValuesIn(fewer_rows()),
                          [](const auto& test) { return name_of(test.param); });
 
 TEST_P(ForgedState, IsRefusedOrLawful) {

@@ -132,7 +132,7 @@ void expect_no_difference(const Layout& layout, const std::string& row, int step
 
 class ThreadLaw : public testing::TestWithParam<const char*> {};
 
-INSTANTIATE_TEST_SUITE_P(Rows, ThreadLaw, testing::ValuesIn(rows()),
+INSTANTIATE_TEST_SUITE_P(Rows, ThreadLaw, testing::ValuesIn(fewer_rows()),
                          [](const auto& test) { return name_of(test.param); });
 
 TEST_P(ThreadLaw, ResultsDoNotDependOnTheirNumber) {

@@ -138,7 +138,7 @@ class Transaction : public testing::TestWithParam<const char*> {
   std::unique_ptr<Cluster> tried_, spared_;
 };
 
-INSTANTIATE_TEST_SUITE_P(Rows, Transaction, testing::ValuesIn(rows()),
+INSTANTIATE_TEST_SUITE_P(Rows, Transaction, testing::ValuesIn(fewer_rows()),
                          [](const auto& test) { return name_of(test.param); });
 
 TEST_P(Transaction, FailedCallsLeaveNoTrace) {
