@@ -1,6 +1,6 @@
-// Every fault in every phase of every method. Whatever happens to a message, a rank has either the
-// step, bit for bit as it should be, or a typed error that says where, and what it had before.
-// Ranks may differ only if the very last message, a vote, was hit.
+// Every fault in every phase of every method; in sanitizers of some rows. Whatever happens to a
+// message, a rank has either the step, bit for bit as it should be, or a typed error that says
+// where, and what it had before. Ranks may differ only if the very last message, a vote, was hit.
 
 #include "faults.h"
 

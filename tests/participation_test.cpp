@@ -1,4 +1,4 @@
-// Ranks that leave parameters unused, and ranks that run out of data: for every row of laws.h. What
+// Ranks that leave parameters unused, and ranks that run out of data: for rows of laws.h. What
 // no rank used is not delivered; means are over all ranks or over those present; whole numbers make
 // every sum exact.
 

@@ -1,4 +1,4 @@
-// The laws of a step, for every row of laws.h on 1 to 8 ranks. Whole numbers make every sum exact,
+// The laws of a step, for rows of laws.h on 1 to 8 ranks. Whole numbers make every sum exact,
 // so the laws hold to the bit, rounded values included; with values that share a scale, up to the
 // rounding of sums of floats.
 
@@ -162,7 +162,7 @@ void expect_laws(Cluster& cluster, const Cut& cut, int steps, float unit = 1) {
   }
 }
 
-// ---- every row, every number of ranks ----------------------------------------------------------
+// ---- rows on numbers of ranks -------------------------------------------------------------------
 
 class Laws : public testing::TestWithParam<RowOnRanks> {
  protected:
@@ -229,7 +229,7 @@ TEST_P(Laws, BucketsDoNotMatter) {
   }
 }
 
-// ---- every row, special models -----------------------------------------------------------------
+// ---- fewer rows, special models ---------------------------------------------------------------
 
 class Models : public testing::TestWithParam<const char*> {
  protected:

@@ -1,5 +1,5 @@
 // The pool, and the law that it must not change: results are the same bits with any number of
-// threads, in every row of laws.h.
+// threads, in rows of laws.h.
 
 #include "topreduce/threads.h"
 

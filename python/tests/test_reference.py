@@ -3,6 +3,7 @@
 Gradients are small integers, so that every order of summation is exact.
 """
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -143,7 +144,10 @@ def test_rounding_stays_owed(method: str, granularity: str, values: str) -> None
 
 @pytest.mark.parametrize(
     ("granularity", "values"),
-    [*zip(["model", "bucket"] * 2, sorted(reference.BITS), strict=True), ("bucket", "auto")],
+    [  # auto is int4 here
+        *zip(itertools.cycle(["model", "bucket"]), sorted(reference.BITS), strict=False),
+        ("model", "auto"),
+    ],
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_values_that_share_a_scale(method: str, granularity: str, values: str) -> None:
