@@ -1,5 +1,5 @@
 // Gradients on a device: one that does just what device.h says gives the bits of main memory, with
-// every row that can work there. (Those of torch are compared in python/tests/test_device.py.)
+// rows that can work there. (Those of torch are compared in python/tests/test_device.py.)
 
 #include "topreduce/device.h"
 
