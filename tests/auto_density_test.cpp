@@ -1,13 +1,16 @@
 // density=auto in the Reducer: all ranks choose alike from what the slowest measured, what was
 // chosen can be repeated bit for bit, and a run goes on where it was.
 
+#include <chrono>
 #include <cmath>
 #include <set>
+#include <thread>
 
 #include "cluster.h"
 #include "expect_error.h"
 #include "topreduce/errors.h"
 #include "topreduce/tuning/level.h"
+#include "topreduce/tuning/processor_load.h"
 #include "topreduce/wire/payload.h"
 
 namespace topreduce::laws {
@@ -319,6 +322,31 @@ TEST(AutoDensity, MistakesAreNamed) {
   Reducer reducer(a_model(), "auto");
   expect_error([&] { reducer.timed(-1, 0); }, {"timed", "positive"});
   EXPECT_EQ(Reducer(a_model(), "arc_topk").level(), "0.2");
+}
+
+TEST(ProcessorLoad, ReadsWhatLinuxCounts) {
+  using tuning::ProcessorTimes;
+  const auto times = ProcessorTimes::parse("cpu  10 20 30 400 50 6 7 8 90 91\ncpu0 1 2 3 4\n");
+  ASSERT_TRUE(times);
+  EXPECT_EQ(times->busy, 10u + 20 + 30 + 6 + 7 + 8);  // guests, the last two, are in the first two
+  EXPECT_EQ(times->idle, 400u + 50);
+  const auto old = ProcessorTimes::parse("cpu 1 2 3 4\ncpu0 9 9 9 9");
+  ASSERT_TRUE(old);
+  EXPECT_EQ(old->busy, 6u);
+  EXPECT_EQ(old->idle, 4u);
+  for (const char* text : {"", "cpu", "cpu ", "cpu  1 2 3", "cpu0 1 2 3 4", "cpu  1 2 x 4"}) {
+    EXPECT_FALSE(ProcessorTimes::parse(text)) << text;
+  }
+}
+
+TEST(ProcessorLoad, IsAShare) {
+  tuning::ProcessorLoad load;
+  EXPECT_EQ(load.share(), 1);  // nothing is known yet
+  std::this_thread::sleep_for(std::chrono::milliseconds(450));
+  const double share = load.share();
+  EXPECT_GE(share, 0);
+  EXPECT_LE(share, 1);
+  EXPECT_EQ(load.share(), share);  // not looked at again so soon
 }
 
 }  // namespace

@@ -67,7 +67,8 @@ void Reducer::Impl::time_step(std::uint64_t number) {
                .exchanging = stats.seconds_exchanging,
                .overlap = any_started ? seconds_between(first_started, last_added) : 0,
                .bytes = static_cast<double>(stats.bytes_sent),
-               .busy = worked_meanwhile}};
+               // Where processors idle beside it, work takes nothing from the computing.
+               .busy = controller ? worked_meanwhile * processors.share() : 0}};
 }
 
 void Reducer::Impl::timed(double computed, double waited) {

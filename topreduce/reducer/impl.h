@@ -24,6 +24,7 @@
 #include "topreduce/pipeline.h"
 #include "topreduce/rebuild.h"
 #include "topreduce/reducer.h"
+#include "topreduce/tuning/processor_load.h"
 #include "topreduce/vote.h"
 
 namespace topreduce {
@@ -181,6 +182,7 @@ struct TOPREDUCE_LOCAL Reducer::Impl {
   bool any_started = false;
   double worked = 0;            // seconds of a processor, in calls that do not wait
   double worked_meanwhile = 0;  // the same until the last gradient came
+  tuning::ProcessorLoad processors;
   std::optional<std::chrono::steady_clock::time_point> finished_at;  // the step before
   std::optional<tuning::Measurement> vote_measured;  // of the last step, by all ranks
   exchange::Workspace workspace;

@@ -17,7 +17,9 @@ struct Measurement {
   /// Seconds of `computed` that exchanges could use: from the first one on; the longest.
   double overlap = 0;
   double bytes = 0;  ///< sent; the most
-  double busy = 0;   ///< seconds of `computed` in which a processor worked on it; the most
+  /// Seconds of `computed` in which a processor worked on it, times how busy all processors of the
+  /// machine were; the most.
+  double busy = 0;
 
   static constexpr double kUnknown = std::numeric_limits<float>::max();
   bool known() const { return waited < kUnknown && computed > 0; }
