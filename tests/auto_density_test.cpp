@@ -349,5 +349,13 @@ TEST(ProcessorLoad, IsAShare) {
   EXPECT_EQ(load.share(), share);  // not looked at again so soon
 }
 
+TEST(ProcessorLoad, WorkTakesLittleWhereProcessorsIdle) {
+  const auto taken = tuning::ProcessorLoad::taken_by_work;
+  EXPECT_EQ(taken(0), 0);
+  EXPECT_LT(taken(0.2), 0.3);
+  EXPECT_GT(taken(0.9), 2);
+  for (double share = 0; share < 1; share += 0.1) EXPECT_LT(taken(share), taken(share + 0.1));
+}
+
 }  // namespace
 }  // namespace topreduce::laws

@@ -60,15 +60,15 @@ void Reducer::Impl::time_step(std::uint64_t number) {
   finished_at = now;
   stats.seconds_computed = seconds_between(opened_at, last_added);
   stats.seconds_waited = seconds_between(last_added, now);
-  measured = {number,
-              level,
-              {.computed = stats.seconds_computed,
-               .waited = stats.seconds_waited,
-               .exchanging = stats.seconds_exchanging,
-               .overlap = any_started ? seconds_between(first_started, last_added) : 0,
-               .bytes = static_cast<double>(stats.bytes_sent),
-               // Where processors idle beside it, work takes nothing from the computing.
-               .busy = controller ? worked_meanwhile * processors.share() : 0}};
+  measured = {
+      number,
+      level,
+      {.computed = stats.seconds_computed,
+       .waited = stats.seconds_waited,
+       .exchanging = stats.seconds_exchanging,
+       .overlap = any_started ? seconds_between(first_started, last_added) : 0,
+       .bytes = static_cast<double>(stats.bytes_sent),
+       .busy = controller ? worked_meanwhile * processors.taken_by_work(processors.share()) : 0}};
 }
 
 void Reducer::Impl::timed(double computed, double waited) {

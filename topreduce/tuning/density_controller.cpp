@@ -46,9 +46,9 @@ constexpr double kOfTheRoom = 0.95;
 
 // All that it costs, by waiting and by work on cores that compute, times what may be waited; and
 // what is left of that for the bytes, where other work takes most of it.
-constexpr double kInAll = 1.5, kForBytes = 0.4;
-constexpr double kGuess = 1.2, kGuessWithin = 0.5, kMostSlowdown = 6;  // seconds per second of work
-constexpr double kLeastScatter = 0.003;                                // of the computing
+constexpr double kInAll = 1.4, kForBytes = 0.4;
+constexpr double kGuess = 1, kGuessWithin = 0.4, kMostSlowdown = 6;  // seconds, by those of work
+constexpr double kLeastScatter = 0.003;                              // of the computing
 constexpr double kDeviations = 1.5;  // a standard deviation, times the median deviation
 constexpr std::size_t kMostVisits = 32;
 constexpr double kAsForetold = 0.9;    // bytes

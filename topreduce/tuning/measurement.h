@@ -17,8 +17,8 @@ struct Measurement {
   /// Seconds of `computed` that exchanges could use: from the first one on; the longest.
   double overlap = 0;
   double bytes = 0;  ///< sent; the most
-  /// Seconds of `computed` in which a processor worked on it, times how busy all processors of the
-  /// machine were; the most.
+  /// Seconds of `computed` that a processor's work for it takes, by a first guess
+  /// (processor_load.h); the most.
   double busy = 0;
 
   static constexpr double kUnknown = std::numeric_limits<float>::max();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <cmath>
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -13,6 +14,10 @@ constexpr std::string_view kAll = "cpu ";          // the line of all processors
 constexpr std::size_t kIdle = 3, kDisk = 4;        // columns: idle, and idle until a disk answers
 constexpr std::size_t kColumns = 8;                // further ones are parts of others
 constexpr std::chrono::milliseconds kWindow{400};  // ticks are 10 ms, so less would tell little
+
+// Four ranks on two cores that they keep busy: a second of work on each of them takes two seconds
+// of all, and the system, Python and the caches take about one more.
+constexpr double kWhereAllAreBusy = 3;
 
 }  // namespace
 
@@ -57,6 +62,10 @@ double ProcessorLoad::share() {
   last_ = times;
   looked_ = now;
   return share_;
+}
+
+double ProcessorLoad::taken_by_work(double share) {
+  return kWhereAllAreBusy * share * std::sqrt(share);
 }
 
 }  // namespace topreduce::tuning

@@ -19,12 +19,14 @@ struct ProcessorTimes {
   TOPREDUCE_API static std::optional<ProcessorTimes> now();
 };
 
-/// How busy the processors of this machine have been lately. Work takes time from computing only
-/// where they are.
+/// How busy the processors of this machine have been lately.
 class TOPREDUCE_API ProcessorLoad {
  public:
   /// From 0 to 1; 1 as long as nothing is known. Looks at the system a few times a second at most.
   double share();
+  /// A guess: seconds of computing that a second of work beside it takes, while processors are so
+  /// busy. Where others idle, hardly any.
+  static double taken_by_work(double share);
 
  private:
   using Clock = std::chrono::steady_clock;
