@@ -3,6 +3,7 @@
 Gradients are small integers, so that every order of summation is exact.
 """
 
+import functools
 import itertools
 from typing import Any
 
@@ -310,15 +311,20 @@ def test_carried_in_one_exchange(gain: float) -> None:
     check("topk", SHAPES, gradients, density=0.05, granularity="model", select="carried", gain=gain)
 
 
+@functools.cache  # nobody changes them
+def large_gradients(n: int) -> list[list[Floats]]:
+    rng = np.random.default_rng(2)
+    gradients = [list(np.rint(rng.normal(0, 500, (2, n))).astype(np.float32)) for _ in range(7)]
+    gradients[5][0] *= 64
+    return gradients
+
+
 @pytest.mark.parametrize("granularity", ["model", "bucket"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_large_model(method: str, granularity: str) -> None:
     n = sum(reference.size_of(shape) for _, shape in LARGE)
     assert n > 2**18
-    rng = np.random.default_rng(2)
-    gradients = [list(np.rint(rng.normal(0, 500, (2, n))).astype(np.float32)) for _ in range(7)]
-    gradients[5][0] *= 64
-    check(method, LARGE, gradients, density=0.003, granularity=granularity, seed=1)
+    check(method, LARGE, large_gradients(n), density=0.003, granularity=granularity, seed=1)
 
 
 # At density 0.5 the last one has a budget of 2.5 entries, which are 3.

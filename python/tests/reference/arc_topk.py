@@ -47,16 +47,13 @@ def arc_rows(
 
 def arc_sketch(rows: Floats, directions: Floats) -> Floats:
     """rows @ directions.T in float32: 16 partial sums, then halves onto halves."""
-    columns = []
-    for direction in directions:
-        partial = np.zeros((len(rows), 16), np.float32)
-        for at in range(0, rows.shape[1], 16):
-            partial += rows[:, at : at + 16] * direction[at : at + 16]
-        while partial.shape[1] > 1:
-            left, right = np.hsplit(partial, 2)
-            partial = left + right
-        columns.append(partial[:, 0])
-    return np.stack(columns, axis=1)
+    partial = np.zeros((len(rows), len(directions), 16), np.float32)
+    for at in range(0, rows.shape[1], 16):
+        partial += rows[:, None, at : at + 16] * directions[None, :, at : at + 16]
+    while partial.shape[2] > 1:
+        half = partial.shape[2] // 2
+        partial = partial[:, :, :half] + partial[:, :, half:]
+    return partial[:, :, 0]
 
 
 def arc_topk(pending: list[Floats], chosen: list[Places], step: Step) -> Delivery:

@@ -69,7 +69,7 @@ def in_rank_order(parts: Sequence[Floats]) -> Floats:
 
 
 def kth(values: Floats, k: int) -> float:
-    return float(np.sort(np.abs(values))[-k])
+    return float(np.partition(np.abs(values), -k)[-k])
 
 
 def starts(sizes: Sequence[int]) -> list[int]:

@@ -18,6 +18,8 @@ def strongest(values: Floats, k: int, floor: float = 0.0) -> Places:
     """The k of largest magnitude, but no zeros and none below `floor`; ties to the lower index."""
     magnitude = np.abs(values)
     candidates = np.flatnonzero((magnitude > 0) & (magnitude >= np.float32(floor)))
+    if 0 < k < candidates.size:  # sorting fewer takes less time
+        candidates = candidates[magnitude[candidates] >= kth(magnitude[candidates], k)]
     by_magnitude = np.argsort(-magnitude[candidates], kind="stable")
     return np.sort(candidates[by_magnitude[:k]])
 

@@ -108,6 +108,12 @@ def union(places: Iterable[Places]) -> Places:
     return np.unique(np.concatenate([np.empty(0, np.int64), *places]))
 
 
+def between(places: Places, begin: int, end: int) -> Places:
+    """Of places in rising order."""
+    first, last = places.searchsorted((begin, end))
+    return places[first:last]
+
+
 def journey(values: str, vector: Floats, places: Places, pieces: Pieces) -> tuple[Floats, Places]:
     """Entries of a vector as receivers read them: zero everywhere else; and where they are.
 
@@ -116,7 +122,7 @@ def journey(values: str, vector: Floats, places: Places, pieces: Pieces) -> tupl
     read = np.zeros_like(vector)
     there = []
     for begin, end in pieces:
-        size, mine = end - begin, places[(places >= begin) & (places < end)]
+        size, mine = end - begin, between(places, begin, end)
         listed = 8 * run_bytes(values, mine.size) + size + mine.size // 32
         filled = 8 * run_bytes(values, size) <= listed and values != "sign"
         if filled and mine.size < size:
@@ -133,7 +139,10 @@ def journey(values: str, vector: Floats, places: Places, pieces: Pieces) -> tupl
 def known_places(values: str, vector: Floats, places: Places, pieces: Pieces) -> Floats:
     """The same where both sides know the places."""
     read = np.zeros_like(vector)
+    if values in ROUNDED:  # each entry by itself, whichever piece it is in
+        read[places] = rounded_run(values, vector[places])
+        return read
     for begin, end in pieces:
-        mine = places[(places >= begin) & (places < end)]
+        mine = between(places, begin, end)
         read[mine] = rounded_run(values, vector[mine])
     return read
