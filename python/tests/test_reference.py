@@ -27,7 +27,7 @@ SHAPES = [
 # More than 2^18 entries: the carried threshold sees a sample of them only.
 LARGE = [("embed.weight", (190_000,)), ("norm.weight", (77,)), ("head.weight", (90_001,))]
 STEPS = 32
-RANKS = [1, 2, 3, 5]
+RANKS = [1, 2, 3]  # on 5 in test_many_steps
 SOME_RANKS = [1, 3]  # of what hardly depends on them
 METHODS = [method["name"] for method in topreduce.methods()]
 
