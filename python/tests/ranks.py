@@ -8,6 +8,7 @@ that did it once. They end as any Python program does.
 """
 
 import functools
+import gc
 import importlib
 import json
 import os
@@ -43,13 +44,16 @@ class Scripts:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # as torchrun does
+            # One thread, as torchrun does; and lines of several processes come whole.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
         )
 
-    def run(self, ranks: int, script: str, *options: str) -> list[Outcome]:
+    def run(self, ranks: int, script: str, *options: str, **environment: str) -> list[Outcome]:
         """Runs it to the end of all ranks; if one fails the others are killed."""
         assert self._server.stdin is not None and self._server.stdout is not None
-        print(json.dumps([ranks, script, *options]), file=self._server.stdin, flush=True)
+        print(
+            json.dumps([environment, ranks, script, *options]), file=self._server.stdin, flush=True
+        )
         return [Outcome(*each) for each in json.loads(self._server.stdout.readline())]
 
 
@@ -69,10 +73,11 @@ def main() -> None:
     sys.modules["mpi4py"] = None  # type: ignore[assignment]
     for name in [*PRELOADED, *sys.argv[1:]]:
         importlib.import_module(name)
+    gc.freeze()  # ranks need not look at all of this when they end
     while line := sys.stdin.readline():
-        ranks, script, *options = json.loads(line)
+        environment, ranks, script, *options = json.loads(line)
         folder = Path(tempfile.mkdtemp())  # no context manager: ranks leave through here too
-        codes = serve(ranks, script, options, folder)
+        codes = serve(environment, ranks, script, options, folder)
         texts = [
             [(folder / f"{kind}{rank}").read_text() for kind in ("output", "errors")]
             for rank in range(ranks)
@@ -82,8 +87,11 @@ def main() -> None:
         print(json.dumps(outcomes), file=answers, flush=True)
 
 
-def serve(ranks: int, script: str, options: list[str], folder: Path) -> list[int]:
+def serve(
+    environment: dict[str, str], ranks: int, script: str, options: list[str], folder: Path
+) -> list[int]:
     everyone = {
+        **environment,
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",

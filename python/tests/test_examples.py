@@ -1,14 +1,12 @@
 """The examples for other front doors, run against the real packages: our exchange really runs."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.run
 from ranks import scripts
 
 from topreduce.torch.state_files import Place, StateFile
@@ -25,10 +23,10 @@ EXAMPLES = {
 }
 
 
-def run(ranks: int, script: str, *options: str) -> str:
+def run(ranks: int, script: str, *options: str, **environment: str) -> str:
     """As torchrun runs it, in a fraction of the time."""
     outcomes = scripts("torch", "lightning", "accelerate", "transformers").run(
-        ranks, str(ROOT / script), *options
+        ranks, str(ROOT / script), *options, **environment
     )
     assert all(each.code == 0 for each in outcomes), outcomes
     return "".join(each.output for each in outcomes)
@@ -42,32 +40,19 @@ def check_traffic(output: str, parameters: int) -> None:
     assert entries < sent < parameters
 
 
-def run_alone(*command: str, **environment: str) -> str:
-    """A program that starts its ranks itself, whose lines come whole."""
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    ended = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env={**inherited, **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
-
-
 def test_torchrun_starts_ranks_again_from_what_they_saved(tmp_path: Path) -> None:
     script = "python/tests/elastic_restart.py"
     folders = {each: tmp_path / each for each in ("whole", "killed")}
     for folder in folders.values():
         folder.mkdir()
     run(2, script, str(folders["whole"]))
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    # It forks its ranks, which need not import torch then.
+    torchrun = ["--standalone", "--start-method=fork", "--run-path", "--nproc-per-node=2"]
     # Else both tries have one store, and Gloo may find the addresses of the first in the second.
-    run_alone(
-        *[*torchrun, "--max-restarts=1", script, str(folders["killed"])],
+    run(
+        1,
+        torch.distributed.run.__file__,
+        *[*torchrun, "--max-restarts=1", str(ROOT / script), str(folders["killed"])],
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
     )
     whole, killed = (
@@ -117,7 +102,7 @@ def test_the_trainer_resumes_what_each_rank_owes(tmp_path: Path) -> None:
 
 
 def test_a_run_survives_a_rank_that_is_killed_and_takes_a_new_one() -> None:
-    output = run_alone("examples/torch_survive.py")
+    output = run(1, "examples/torch_survive.py")
     assert "3 ranks go on from step" in output
     assert re.search(r"3 ranks .*, 0 joined, 1 lost \(they owed about", output)
     assert re.search(r"4 ranks go on from step \d+: \d were late, 1 joined", output)
@@ -126,7 +111,7 @@ def test_a_run_survives_a_rank_that_is_killed_and_takes_a_new_one() -> None:
 
 def test_a_quorum_of_torchft_loses_a_replica_and_gets_it_back() -> None:
     pytest.importorskip("torchft")
-    output = run_alone("examples/torchft_quorum.py")
+    output = run(1, "examples/torchft_quorum.py")
     assert re.search(r"is killed\n(?:step.*\n)*2 replicas go on from step", output)
     assert re.search(r"started again\n(?:step.*\n)*3 replicas go on from step", output)
     assert "have the same parameters" in output
