@@ -128,8 +128,9 @@ def _serve(rank: Rank, port: int, line: Connection, accelerated: bool) -> None:
     if accelerated:
         backend = importlib.import_module("accelerators").backend(rank.rank)
     dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.ranks)
-    gc.collect()
-    gc.freeze()  # what torch keeps need not be looked at after every case
+    # What torch keeps need not be looked at after every case. Not even once: a look writes to all
+    # the memory that ranks share with the process they fork from, and so takes longer than a case.
+    gc.freeze()
     while True:
         try:
             module, case, arguments = line.recv()
