@@ -26,6 +26,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 kept: list[dist.ProcessGroup] = []  # by this rank from case to case: torch caches its meshes
+PRELOADED = [
+    *("torch._dynamo", "torch.nn.parallel", "pytest", "topreduce.torch"),
+    *("torch._inductor.compile_fx", "torch.distributed.checkpoint"),
+]
 NAIVE = "TOPREDUCE_TESTS_NAIVE"  # set: ranks use the attach() of naive.py
 
 
@@ -87,9 +91,9 @@ class Processes:
     def start(self) -> None:
         if self._processes:
             return
-        # One process imports torch and what DDP needs, which takes seconds; ranks fork from it.
+        # One process imports torch and what ranks need, which takes seconds; they fork from it.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", "pytest"])
+        context.set_forkserver_preload(PRELOADED)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.ranks):
             line, other_end = context.Pipe()
