@@ -15,6 +15,7 @@
 
 #include <gtest/gtest.h>
 
+#include "sanitized.h"
 #include "topreduce/comm/communicator.h"
 
 // What every transport must do. Each check is collective: every rank calls it with its own
@@ -93,13 +94,10 @@ inline void one_rank_may_send_to_one(Communicator& comm) {
 }
 
 inline void parts_may_be_large(Communicator& comm) {
-#ifdef TOPREDUCE_SANITIZED
-  constexpr std::size_t kLarge = std::size_t{1} << 16;  // many short frames take long there
-#else
-  constexpr std::size_t kLarge = std::size_t{1} << 20;
-#endif
+  // There many short frames take long.
+  const std::size_t large = std::size_t{1} << (kSanitized ? 16 : 20);
   Inbox inbox;
-  exchange_parts(comm, inbox, [](int, int) { return kLarge; });
+  exchange_parts(comm, inbox, [large](int, int) { return large; });
 }
 
 inline void all_gather_takes_different_lengths(Communicator& comm) {

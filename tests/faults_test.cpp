@@ -24,19 +24,9 @@ using faults::Killed;
 using faults::Target;
 using namespace std::chrono_literals;
 
-#ifdef TOPREDUCE_SANITIZED
-constexpr auto kTimeout = 800ms;
-#ifdef __SANITIZE_THREAD__
-constexpr std::size_t kRowsApart = 11;
-#else
-constexpr std::size_t kRowsApart = 7;
-#endif
-constexpr int kLiesApart = 7;
-#else
-constexpr auto kTimeout = 500ms;
-constexpr std::size_t kRowsApart = 1;
-constexpr int kLiesApart = 1;
-#endif
+const auto kTimeout = kSanitized ? 800ms : 500ms;
+const std::size_t kRowsApart = kThreadsSanitized ? 11 : kSanitized ? 7 : 1;
+const int kLiesApart = kSanitized ? 7 : 1;
 // Clusters that share the machine, and those of which most just wait.
 constexpr std::size_t kAtOnce = 24, kAtOnceWaiting = 75;
 

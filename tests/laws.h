@@ -12,6 +12,7 @@
 #include <tuple>
 #include <vector>
 
+#include "sanitized.h"
 #include "topreduce/layout.h"
 
 // What every law is checked on: rows, models, bucket cuts and gradients.
@@ -100,27 +101,20 @@ inline constexpr const char* kRows[] = {
     "ok_topk:density=0.2,values=int2,granularity=model,period=3,tau=2,balance=1",
     "ok_topk:density=0.2,values=sign,period=3",
 };
-#ifdef TOPREDUCE_SANITIZED
 // A sanitizer needs ranks, blocks and steps, not many of them, and each method, stage and format in
 // one row or another. Step 7 of integers() is the last special one.
-inline constexpr int kRankCounts[] = {1, 3};
-inline constexpr int kSomeRanks[] = {3};
-inline constexpr std::uint64_t kMessageStep = 3;
-#ifdef __SANITIZE_THREAD__
-inline constexpr std::size_t kRowStep = 12;  // settings do not change who meets whom
-#else
-inline constexpr std::size_t kRowStep = 6;
-#endif
-inline constexpr std::size_t kMany = 70'000;
-inline constexpr int kLawSteps = 9, kCutSteps = 6;
-#else
-inline constexpr int kRankCounts[] = {1, 2, 3, 5, 8};
-inline constexpr int kSomeRanks[] = {2, 3};       // of what takes long
-inline constexpr std::uint64_t kMessageStep = 1;  // of those that are lost, one after the other
-inline constexpr std::size_t kRowStep = 1;
-inline constexpr std::size_t kMany = 300'000;  // more than a stretch, and than two samples
-inline constexpr int kLawSteps = 20, kCutSteps = 10;
-#endif
+inline const std::vector<int> kRankCounts =
+    kSanitized ? std::vector{1, 3} : std::vector{1, 2, 3, 5, 8};
+inline const std::vector<int> kSomeRanks =  // of what takes long
+    kSanitized ? std::vector{3} : std::vector{2, 3};
+// Of messages that are lost, one after the other.
+inline const std::uint64_t kMessageStep = kSanitized ? 3 : 1;
+// Of rows; settings do not change who meets whom.
+inline const std::size_t kRowStep = kThreadsSanitized ? 12 : kSanitized ? 6 : 1;
+// More than a stretch, and than two samples; for a sanitizer one will do.
+inline const std::size_t kMany = kSanitized ? 70'000 : 300'000;
+inline const int kLawSteps = kSanitized ? 9 : 20;
+inline const int kCutSteps = kSanitized ? 6 : 10;
 
 /// The method of a row with its granularity, and the stages and formats that it names.
 inline std::set<std::string> entries_of(const std::string& row) {

@@ -228,13 +228,9 @@ TEST(NativeSums, RanksThatAddOtherParametersAreAllTold) {
 }
 
 TEST(NativeSums, TheFingerprintIsExactOnManyRanks) {
-#ifdef TOPREDUCE_SANITIZED
-  constexpr int kRanks = 20;
-#else
-  constexpr int kRanks = 300;
-#endif
-  Cluster cluster(kRanks, one_parameter(3), native_spec("dense"));
-  const auto given = gradients_of(kRanks, 0, [](int, int) { return Floats{1, 2, 3}; });
+  const int ranks = kSanitized ? 20 : 300;
+  Cluster cluster(ranks, one_parameter(3), native_spec("dense"));
+  const auto given = gradients_of(ranks, 0, [](int, int) { return Floats{1, 2, 3}; });
   for (const Outcome& outcome : cluster.step(given, {{0}})) {
     ASSERT_EQ(outcome.error, "");
     ASSERT_EQ(outcome.gradient, (Floats{1, 2, 3}));

@@ -109,11 +109,7 @@ class Overlap : public testing::TestWithParam<const char*> {
 INSTANTIATE_TEST_SUITE_P(Methods, Overlap, testing::ValuesIn(kMethods),
                          [](const auto& test) { return name_of(test.param); });
 
-#ifdef TOPREDUCE_SANITIZED
-constexpr int kGroups[] = {2, 5};
-#else
-constexpr int kGroups[] = {2, 3, 5, 8};
-#endif
+const std::vector<int> kGroups = kSanitized ? std::vector{2, 5} : std::vector{2, 3, 5, 8};
 
 // ---- orders and delays -------------------------------------------------------------------------
 

@@ -214,7 +214,7 @@ TEST_P(Laws, BucketsDoNotMatter) {
       const auto gradients =
           gradients_of(ranks(), s, [&](int r, int step) { return heavy_tailed(r, step, layout); });
       const auto outcomes = cluster.step(gradients, cut);
-      if (first.size() < kCutSteps) {
+      if (std::ssize(first) < kCutSteps) {
         first.push_back(outcomes);
         continue;
       }

@@ -6,24 +6,19 @@ namespace topreduce::laws {
 namespace {
 
 TEST(Soak, ThousandsOfSteps) {
-#ifdef TOPREDUCE_SANITIZED
-  constexpr std::uint64_t kSoakSteps = 300;
-  constexpr std::chrono::milliseconds kSoakTimeout(500);
-#else
-  constexpr std::uint64_t kSoakSteps = 5'000;
-  constexpr std::chrono::milliseconds kSoakTimeout(100);
-#endif
-  const SoakReport report = Soak(1, kSoakTimeout).run(kSoakSteps, {});
+  const std::uint64_t steps = kSanitized ? 300 : 5'000;
+  const std::chrono::milliseconds timeout(kSanitized ? 500 : 100);
+  const SoakReport report = Soak(1, timeout).run(steps, {});
   std::printf("%s", to_string(report).c_str());
-  EXPECT_EQ(report.steps, kSoakSteps);
-  EXPECT_GT(report.committed, kSoakSteps / 2);
+  EXPECT_EQ(report.steps, steps);
+  EXPECT_GT(report.committed, steps / 2);
   EXPECT_EQ(report.faults.size(), faults::kFaultNames.size());
   EXPECT_GT(report.rebuilds, 0u);
   EXPECT_GT(report.late, 0u);
   EXPECT_GT(report.resumes, 0u);
-#ifndef TOPREDUCE_SANITIZED
-  EXPECT_TRUE(is_flat(report));
-#endif
+  if (!kSanitized) {
+    EXPECT_TRUE(is_flat(report));
+  }
 }
 
 }  // namespace

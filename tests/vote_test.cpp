@@ -6,6 +6,7 @@
 
 #include <gtest/gtest.h>
 
+#include "sanitized.h"
 #include "topreduce/comm/decorator.h"
 #include "topreduce/comm/self.h"
 #include "topreduce/comm/thread.h"
@@ -14,11 +15,8 @@
 namespace topreduce {
 namespace {
 
-#ifdef TOPREDUCE_SANITIZED
-constexpr int kSizes[] = {1, 2, 3, 8, 9, 17};
-#else
-constexpr int kSizes[] = {1, 2, 3, 8, 9, 17, 64, 65};
-#endif
+const std::vector<int> kSizes =
+    kSanitized ? std::vector{1, 2, 3, 8, 9, 17} : std::vector{1, 2, 3, 8, 9, 17, 64, 65};
 
 std::uint64_t rounds_of(int ranks) {
   std::uint64_t rounds = 0;
