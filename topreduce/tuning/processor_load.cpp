@@ -18,6 +18,9 @@ constexpr std::chrono::milliseconds kWindow{400};  // ticks are 10 ms, so less w
 // Four ranks on two cores that they keep busy: a second of work on each of them takes two seconds
 // of all, and the system, Python and the caches take about one more.
 constexpr double kWhereAllAreBusy = 3;
+// Where a fifth is busy it takes 0.4 s: ranks work at the same time, so they meet more often than
+// not.
+constexpr double kSteepness = 1.25;
 
 }  // namespace
 
@@ -65,7 +68,7 @@ double ProcessorLoad::share() {
 }
 
 double ProcessorLoad::taken_by_work(double share) {
-  return kWhereAllAreBusy * share * std::sqrt(share);
+  return kWhereAllAreBusy * std::pow(share, kSteepness);
 }
 
 }  // namespace topreduce::tuning
