@@ -485,8 +485,8 @@ TEST(DensityController, WhatCannotBeSavedIsGiven) {
   run.steps(hosts, 2 * kSettled);
   EXPECT_TRUE(run.controller.settled());
   const double least = hosts.cost(run.rungs[0].bytes);
-  EXPECT_LE(hosts.cost(run.rungs[run.rung()].bytes), least + 0.03);
-  EXPECT_GE(hosts.cost(run.rungs[run.rung() + 4].bytes), least + 0.015) << "no less than need be";
+  EXPECT_LE(hosts.cost(run.rungs[run.rung()].bytes), least + 0.09);
+  EXPECT_GE(hosts.cost(run.rungs[run.rung() + 4].bytes), least + 0.05) << "no less than need be";
 }
 
 // Where fewer are asked for a threshold is too high at first: half of them, and more in each step.

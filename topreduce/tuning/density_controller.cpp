@@ -46,7 +46,7 @@ constexpr double kOfTheRoom = 0.95;
 
 // All that it costs, by waiting and by work on cores that compute, times what may be waited; and
 // what is left of that for the bytes, where other work takes most of it.
-constexpr double kInAll = 1.4, kForBytes = 0.4;
+constexpr double kInAll = 1.4, kForBytes = 1;
 constexpr double kGuess = 1, kGuessWithin = 0.4, kMostSlowdown = 6;  // seconds, by those of work
 constexpr double kLeastScatter = 0.003;                              // of the computing
 constexpr double kDeviations = 1.5;  // a standard deviation, times the median deviation
