@@ -15,12 +15,11 @@ constexpr std::size_t kIdle = 3, kDisk = 4;        // columns: idle, and idle un
 constexpr std::size_t kColumns = 8;                // further ones are parts of others
 constexpr std::chrono::milliseconds kWindow{400};  // ticks are 10 ms, so less would tell little
 
-// Four ranks on two cores that they keep busy: a second of work on each of them takes two seconds
-// of all, and the system, Python and the caches take about one more.
-constexpr double kWhereAllAreBusy = 3;
-// Where a fifth is busy it takes 0.4 s: ranks work at the same time, so they meet more often than
-// not.
-constexpr double kSteepness = 1.25;
+// Where all are busy. Four ranks on two cores lose up to 3 s by a second of work, but a search that
+// begins with so much ends so low that a training takes longer.
+constexpr double kWhereAllAreBusy = 1.5;
+// Where a fifth is busy it takes 0.4 s: ranks work at the same time, and so meet.
+constexpr double kSteepness = 0.8;
 
 }  // namespace
 
