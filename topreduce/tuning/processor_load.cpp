@@ -52,7 +52,7 @@ std::optional<ProcessorTimes> ProcessorTimes::now() {
 
 double ProcessorLoad::share() {
   const Clock::time_point now = Clock::now();
-  if (last_ && now - looked_ < kWindow) return share_;
+  if (now - looked_ < kWindow) return share_;
   const std::optional<ProcessorTimes> times = ProcessorTimes::now();
   if (last_ && times && times->busy >= last_->busy && times->idle >= last_->idle) {
     const auto busy = static_cast<double>(times->busy - last_->busy);

@@ -25,13 +25,13 @@ class TOPREDUCE_API ProcessorLoad {
   /// From 0 to 1; 1 as long as nothing is known. Looks at the system a few times a second at most.
   double share();
   /// A guess: seconds of computing that a second of work beside it takes, while processors are so
-  /// busy. Where others idle, hardly any.
+  /// busy: less where others idle.
   static double taken_by_work(double share);
 
  private:
   using Clock = std::chrono::steady_clock;
   std::optional<ProcessorTimes> last_;
-  Clock::time_point looked_;
+  Clock::time_point looked_{};
   bool known_ = false;
   double share_ = 1;
 };
