@@ -13,15 +13,17 @@
 #include <vector>
 
 #include "sanitized.h"
+#include "tiers.h"
 #include "topreduce/layout.h"
 
 // What every law is checked on: rows, models, bucket cuts and gradients.
 
 namespace topreduce::laws {
 
-/// Every entry of catalog.def stands in at least one row (catalog_test.cpp looks). In `release`
-/// every row goes through the laws of reducer_test.cpp on 1 to 3 ranks and of stats_test.cpp;
-/// fewer_rows() go through the others, and through those on more ranks.
+/// Every entry of catalog.def stands in at least one row (catalog_test.cpp looks). Where tests may
+/// take long, every row goes in `release` through the laws of reducer_test.cpp on 1 to 3 ranks and
+/// of stats_test.cpp; fewer_rows() go through the others, and through those on more ranks. Else all
+/// laws take as few rows as have everything.
 inline constexpr const char* kRows[] = {
     "dense",
     "dense:granularity=model",
@@ -109,7 +111,7 @@ inline const std::vector<int> kSomeRanks =  // of what takes long
     kSanitized ? std::vector{3} : std::vector{2, 3};
 // Of messages that are lost, one after the other.
 inline const std::uint64_t kMessageStep = kSanitized ? 3 : 1;
-// Of rows; settings do not change who meets whom.
+// Of rows where tests may take long; settings do not change who meets whom.
 inline const std::size_t kRowStep = kThreadsSanitized ? 12 : kSanitized ? 6 : 1;
 // More than a stretch, and than two samples; for a sanitizer one will do.
 inline const std::size_t kMany = kSanitized ? 70'000 : 300'000;
@@ -117,13 +119,16 @@ inline const int kLawSteps = kSanitized ? 9 : 20;
 inline const int kCutSteps = kSanitized ? 6 : 10;
 
 /// The method of a row with its granularity, and the stages and formats that it names; where data
-/// races are looked for only exchanges, which decide on who meets whom.
+/// races are looked for only exchanges, which decide on who meets whom. For a sanitizer that may
+/// not take long, method and granularity are two things.
 inline std::set<std::string> entries_of(const std::string& row) {
   const auto word_at = [&](std::size_t start) {
     return row.substr(start, row.find_first_of(":,)", start) - start);
   };
   const bool whole = row.find("granularity=model") != std::string::npos;
-  std::set<std::string> entries = {word_at(0) + (whole ? " model" : " bucket")};
+  const std::string granularity = whole ? " model" : " bucket";
+  std::set<std::string> entries = {word_at(0) + granularity};
+  if (kSanitized && !kLong) entries = {word_at(0), granularity};
   for (const std::string stage : {"exchange=", "feedback=", "select=", "values="}) {
     if (kThreadsSanitized && stage != "exchange=") break;
     const std::size_t found = row.find(stage);
@@ -134,8 +139,8 @@ inline std::set<std::string> entries_of(const std::string& row) {
   return entries;
 }
 
-/// The rows that this build checks: every `step`-th, and those with what none of them has.
-inline std::vector<const char*> rows(std::size_t step = kRowStep) {
+/// Every `step`-th row, and those with what none of them has.
+inline std::vector<const char*> many_rows(std::size_t step) {
   std::vector<const char*> chosen;
   std::set<std::string> seen;
   for (std::size_t i = 0; i < std::size(kRows); i += step) {
@@ -151,10 +156,31 @@ inline std::vector<const char*> rows(std::size_t step = kRowStep) {
   return chosen;
 }
 
+/// As few rows as have everything: again and again the one with most that is new.
+inline std::vector<const char*> few_rows() {
+  std::vector<std::set<std::string>> left;
+  for (const char* row : kRows) left.push_back(entries_of(row));
+  std::vector<const char*> chosen;
+  while (true) {
+    const auto best = std::ranges::max_element(left, {}, &std::set<std::string>::size);
+    if (best->empty()) return chosen;
+    chosen.push_back(kRows[best - left.begin()]);
+    const std::set<std::string> taken = *best;
+    for (auto& entries : left) {
+      std::erase_if(entries, [&](const std::string& entry) { return taken.contains(entry); });
+    }
+  }
+}
+
+/// The rows that this build checks.
+inline std::vector<const char*> rows() {
+  return kLong ? many_rows(kRowStep) : few_rows();
+}
+
 /// For what takes long: each method in buckets and as a whole, each stage and each format, as far
 /// as there is such a row; in not all combinations.
 inline std::vector<const char*> fewer_rows() {
-  return rows(2 * kRowStep);
+  return kLong ? many_rows(2 * kRowStep) : few_rows();
 }
 
 /// A row, and on how many ranks.

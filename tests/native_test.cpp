@@ -59,7 +59,8 @@ INSTANTIATE_TEST_SUITE_P(Methods, Native, testing::ValuesIn(kNative),
 
 // Sums of whole numbers are exact in any order: so all bits are those of ordered sums.
 TEST_P(Native, WholeNumbersAreExact) {
-  for (const int ranks : {1, 2, 3, 5, 8}) {
+  const auto some = kSanitized && !kLong ? kRankCounts : std::vector{1, 2, 3, 5, 8};
+  for (const int ranks : some) {
     Cluster want(ranks, layout_, ordered_spec(GetParam())),
         got(ranks, layout_, compared_spec(GetParam()));
     for (int s = 0; s < kNativeSteps; ++s) {

@@ -109,7 +109,9 @@ class Overlap : public testing::TestWithParam<const char*> {
 INSTANTIATE_TEST_SUITE_P(Methods, Overlap, testing::ValuesIn(kMethods),
                          [](const auto& test) { return name_of(test.param); });
 
-const std::vector<int> kGroups = kSanitized ? std::vector{2, 5} : std::vector{2, 3, 5, 8};
+const std::vector<int> kGroups = !kLong       ? std::vector{kSanitized ? 3 : 5}
+                                 : kSanitized ? std::vector{2, 5}
+                                              : std::vector{2, 3, 5, 8};
 
 // ---- orders and delays -------------------------------------------------------------------------
 
