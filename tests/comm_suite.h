@@ -16,6 +16,7 @@
 #include <gtest/gtest.h>
 
 #include "sanitized.h"
+#include "tiers.h"
 #include "topreduce/comm/communicator.h"
 
 // What every transport must do. Each check is collective: every rank calls it with its own
@@ -291,9 +292,10 @@ inline void wrong_arguments_are_refused(Communicator& comm) {
 }
 
 inline void many_rounds_stay_in_step(Communicator& comm) {
+  const int rounds = kLong ? 1000 : kSanitized ? 100 : 300;
   Inbox inbox;
   std::vector<float> values(3);
-  for (int round = 0; round < 1000; ++round) {
+  for (int round = 0; round < rounds; ++round) {
     const std::vector<int> mine = {round, comm.rank()};
     comm.all_gather(std::as_bytes(std::span(mine)), inbox);
     for (int r = 0; r < comm.size(); ++r) {
@@ -357,7 +359,8 @@ inline void messages_come_in_any_order(Communicator& comm) {
   for (std::uint32_t exchange = 0; exchange < 3; ++exchange) {
     for (std::uint32_t round = 0; round < 4; ++round) tags.push_back({exchange * 1000, round * 77});
   }
-  for (std::uint64_t time = 0; time < 20; ++time) {
+  const std::uint64_t times = kSanitized && !kLong ? 5 : 20;
+  for (std::uint64_t time = 0; time < times; ++time) {
     comm.enter({Place::Kind::step, time});
     std::vector<std::pair<int, Tag>> outgoing;
     for_others(comm, [&](int peer) {

@@ -13,6 +13,7 @@
 
 #include <gtest/gtest.h>
 
+#include "tiers.h"
 #include "topreduce/wire/checksum.h"
 #include "topreduce/wire/formats/format.h"
 #include "topreduce/wire/little_endian.h"
@@ -576,7 +577,7 @@ TEST(WireChecksum, IsXxh64) {
 
 class WireFuzz : public testing::Test {
  protected:
-  static constexpr int kTimes = 200000;
+  const int kTimes = kLong ? 200'000 : 100'000;
 
   std::size_t below(std::size_t bound) {
     return std::uniform_int_distribution<std::size_t>(0, bound - 1)(rng_);

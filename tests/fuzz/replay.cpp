@@ -19,6 +19,8 @@
 #include <unistd.h>
 #include <vector>
 
+#include "tests/tiers.h"
+
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size);
 
 /// With a stack trace where a requirement fails, and no message that makes us allocate much.
@@ -152,6 +154,7 @@ class Maker {
 };
 
 int replay(const char* program, std::size_t made, std::span<char*> paths) {
+  if (!kLong) made /= 4;
   failed_at = std::string(program) + ".failed";
   __sanitizer_set_death_callback(leave_input);
   std::signal(SIGALRM, [](int) { std::abort(); });
