@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from accelerators import DEVICE
 from processes import NAIVE
+from tiers import LONG_TESTS
 
 # Files that take long start first: short ones then fill what is left of the workers.
 LONGEST = [
@@ -34,12 +35,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: only runs where TOPREDUCE_LONG_TESTS is set")
     if config.getoption("--naive"):
         os.environ[NAIVE] = "1"  # ranks read it
     if config.getoption("--device"):
         os.environ[DEVICE] = config.getoption("--device")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if LONG_TESTS not in os.environ:
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))

@@ -207,7 +207,12 @@ def laws_there(rank: Rank, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [TOPK, TRAININGS[1], TRAININGS[2], ARC, NATIVE[0], RANDK], ids=str
+    "settings",
+    [
+        *(TOPK, TRAININGS[2], RANDK),
+        *(pytest.param(each, marks=pytest.mark.long) for each in (TRAININGS[1], ARC, NATIVE[0])),
+    ],
+    ids=str,
 )
 def test_laws_on_a_device(settings: dict[str, Any]) -> None:
     accelerated(3).run(laws_there, settings)
@@ -372,6 +377,6 @@ def race(rank: Rank, shards: int) -> None:
     check_order()
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_race_on_the_device(shards: int) -> None:
     accelerated(2).run(race, shards)

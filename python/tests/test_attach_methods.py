@@ -3,16 +3,14 @@
 import os
 from statistics import mean
 
-import pytest
 from models import digest, flat
 from processes import Rank, group
+from tiers import each_method_in_one_granularity
 
-import topreduce
 from topreduce.lab.experiments.methods import OURS, Method
 from topreduce.lab.experiments.replica import Replica
 from topreduce.lab.tasks.models import Workload
 
-METHODS = [method["name"] for method in topreduce.methods()]
 STEPS = 16
 
 
@@ -27,8 +25,7 @@ def train(rank: Rank, spec: str) -> tuple[list[float], str, int, int]:
     return [step.loss for step in steps], digest(weights), sent, 4 * weights.numel()
 
 
-@pytest.mark.parametrize("granularity", ["bucket", "model"])
-@pytest.mark.parametrize("method", METHODS)
+@each_method_in_one_granularity
 def test_every_method_trains(method: str, granularity: str) -> None:
     share = "" if method == "dense" else ",density=0.05"
     spec = f"{OURS}{method}:granularity={granularity}{share}"

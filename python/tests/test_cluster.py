@@ -166,7 +166,9 @@ with cluster_and_relay([1e8, 1e8], delay=0.01) as (hosts, relay):
 
 
 @needs_cluster
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_hosts_end_with_the_process_that_made_them(how: signal.Signals) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -200,6 +202,7 @@ def test_every_packet_is_held_back_and_rates_stay() -> None:
     assert all(speed < 1.1 * rate for speed, rate in zip(speeds, (8e6, 4e6, 4e6), strict=True))
 
 
+@pytest.mark.long
 @needs_cluster
 def test_a_delay_needs_no_root_of_the_machine() -> None:
     program = (

@@ -59,6 +59,7 @@ def run_alone(*command: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.long
 def test_torchrun_starts_ranks_again_from_what_they_saved(tmp_path: Path) -> None:
     script = "python/tests/elastic_restart.py"
     folders = {each: tmp_path / each for each in ("whole", "killed")}
@@ -84,7 +85,14 @@ def test_torchrun_starts_ranks_again_from_what_they_saved(tmp_path: Path) -> Non
     assert len({each["norm"] for each in whole + killed}) == 1
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    # Its two parts are others, each by itself.
+    [
+        pytest.param(each, marks=pytest.mark.long) if each == "lightning_fsdp" else each
+        for each in EXAMPLES
+    ],
+)
 def test_only_what_matters_travels(name: str) -> None:
     ranks, parameters = EXAMPLES[name]
     check_traffic(run(ranks, f"examples/{name}.py"), parameters)
@@ -128,6 +136,7 @@ def test_a_run_survives_a_rank_that_is_killed_and_takes_a_new_one() -> None:
     assert "one, two, four, five have the same parameters" in output
 
 
+@pytest.mark.long
 def test_a_quorum_of_torchft_loses_a_replica_and_gets_it_back() -> None:
     pytest.importorskip("torchft")
     output = run_alone("examples/torchft_quorum.py")

@@ -194,9 +194,25 @@ def equal_native(rank: Rank, names: list[str]) -> None:
         sync.detach()
 
 
-@pytest.mark.parametrize("part", range(3))
-def test_equals_native_hsdp(part: int) -> None:
-    group(4).run(equal_native, list(CASES)[part::3])
+# One of each kind, and the others.
+SOME_CASES = [
+    *("fp32", "bf16 reduction", "offload", "hold", "two forward passes"),
+    *("reentrant checkpoints inside", "resharded", "frozen", "clipped", "Shard(1)"),
+]
+OTHER_CASES = [name for name in CASES if name not in SOME_CASES]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        SOME_CASES,
+        pytest.param(OTHER_CASES[::2], marks=pytest.mark.long),
+        pytest.param(OTHER_CASES[1::2], marks=pytest.mark.long),
+    ],
+    ids=["some", "others", "still others"],
+)
+def test_equals_native_hsdp(names: list[str]) -> None:
+    group(4).run(equal_native, names)
 
 
 def odd_meshes(rank: Rank) -> None:

@@ -83,7 +83,11 @@ def same_cut(rank: Rank, settings: dict[str, Any], folder: str) -> None:
             assert torch.equal(value, states[1][key])
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: s["method"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(SETTINGS[0], marks=pytest.mark.long), SETTINGS[1]],
+    ids=lambda s: s["method"],
+)
 def test_resumes_bit_exact(settings: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         group(4).run(same_cut, settings, folder)
@@ -125,6 +129,7 @@ def other_cuts(rank: Rank, settings: dict[str, Any], folder: str) -> None:
     assert run.sync.stats()["step"] == 5
 
 
+@pytest.mark.long
 def test_another_number_of_shards_and_replicas() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for settings in SETTINGS:

@@ -29,6 +29,7 @@ def equal_native_there(rank: Rank) -> None:
         test_fsdp.equal_native(rank, CASES)
 
 
+@pytest.mark.long
 def test_equals_native_hsdp_on_a_device() -> None:
     accelerated(4).run(equal_native_there)
 

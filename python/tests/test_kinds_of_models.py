@@ -108,6 +108,7 @@ def gradient_of(model: nn.Module, x: Tensor) -> Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_a_model_that_inductor_compiled(tmp_path: Path) -> None:
     group(2).run(keep_the_law_compiled, str(tmp_path), seconds=300)

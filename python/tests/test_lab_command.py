@@ -72,6 +72,7 @@ def test_a_race_of_sharded_models(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert 2000 < ours < 0.06 * dense
 
 
+@pytest.mark.long
 def test_a_training_of_sharded_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "train --local --hosts 2 --shards 2 --rounds 1 --steps 4 --evaluate-every 2 --methods"
     methods = "dense,topk:density=0.05,warmup_steps=1,ramp_steps=0"
@@ -100,6 +101,7 @@ def test_a_race_in_which_rates_change(tmp_path: Path, capsys: pytest.CaptureFixt
         assert "% allowed" in row["reason"]
 
 
+@pytest.mark.long
 def test_a_training_with_what_a_race_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,6 +290,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.long
 @needs_cluster
 def test_a_benchmark_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     def on_the_machine() -> set[str]:

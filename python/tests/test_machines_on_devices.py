@@ -72,7 +72,9 @@ def fail(rank: Rank, broken: int, part: str) -> str:
         return levels.break_down(rank, broken, part)
 
 
-@pytest.mark.parametrize(("broken", "part"), [(1, "inside"), (2, "between")])
+@pytest.mark.parametrize(
+    ("broken", "part"), [(1, "inside"), pytest.param(2, "between", marks=pytest.mark.long)]
+)
 def test_one_broken_rank_stops_all_machines(broken: int, part: str) -> None:
     for message in accelerated(4).run(fail, broken, part):
         assert "the cable is cut" in message, message
@@ -83,6 +85,7 @@ def resume(rank: Rank, folder: str) -> None:
         levels.interrupted(rank, TOPK, folder)
 
 
+@pytest.mark.long
 def test_resume_is_exact(tmp_path: Path) -> None:
     accelerated(4).run(resume, str(tmp_path))
 

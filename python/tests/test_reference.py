@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import reference
 from stepping import Floats, flat_owed, random_buckets, run_step, same_bits
+from tiers import each_method_in_one_granularity
 
 import topreduce
 from topreduce import _core
@@ -127,8 +128,7 @@ class TestEveryMethod:
 
 
 @pytest.mark.parametrize("values", ["bf16", "fp16"])
-@pytest.mark.parametrize("granularity", ["model", "bucket"])
-@pytest.mark.parametrize("method", METHODS)
+@each_method_in_one_granularity
 def test_rounding_stays_owed(method: str, granularity: str, values: str) -> None:
     gradients = integer_gradients(SHAPES, STEPS, 3)
     gradients[20][1][::7] *= 2.0**12  # beyond the largest of fp16
@@ -166,15 +166,13 @@ def test_values_that_share_a_scale(method: str, granularity: str, values: str) -
     )
 
 
-@pytest.mark.parametrize("granularity", ["model", "bucket"])
-@pytest.mark.parametrize("method", METHODS)
+@each_method_in_one_granularity
 def test_loss_scale(method: str, granularity: str) -> None:
     gradients = integer_gradients(SHAPES, 12, 3)
     check(method, SHAPES, gradients, loss_scale=1024.0, density=0.05, granularity=granularity)
 
 
-@pytest.mark.parametrize("granularity", ["model", "bucket"])
-@pytest.mark.parametrize("method", METHODS)
+@each_method_in_one_granularity
 def test_without_memory(method: str, granularity: str) -> None:
     gradients = integer_gradients(SHAPES, STEPS, 3)
     outcomes = check(
@@ -184,8 +182,7 @@ def test_without_memory(method: str, granularity: str) -> None:
 
 
 # Through exact steps, new regions, an all-zero step, a jump of scale, and other buckets each time.
-@pytest.mark.parametrize("granularity", ["model", "bucket"])
-@pytest.mark.parametrize("method", METHODS)
+@each_method_in_one_granularity
 def test_many_steps(method: str, granularity: str) -> None:
     gradients = integer_gradients(SHAPES, 200, 5)
     check(method, SHAPES, gradients, density=0.05, granularity=granularity, seed=3)
@@ -319,8 +316,7 @@ def large_gradients(n: int) -> list[list[Floats]]:
     return gradients
 
 
-@pytest.mark.parametrize("granularity", ["model", "bucket"])
-@pytest.mark.parametrize("method", METHODS)
+@each_method_in_one_granularity
 def test_a_large_model(method: str, granularity: str) -> None:
     n = sum(reference.size_of(shape) for _, shape in LARGE)
     assert n > 2**18
@@ -332,8 +328,7 @@ def test_a_large_model(method: str, granularity: str) -> None:
     "shapes",
     [[("empty", (0,))], [("one", ())], [("a", (1,)), ("b", (1,))], [("a", (2,)), ("b", (3,))]],
 )
-@pytest.mark.parametrize("granularity", ["model", "bucket"])
-@pytest.mark.parametrize("method", METHODS)
+@each_method_in_one_granularity
 def test_tiny_models(method: str, granularity: str, shapes: reference.Shapes) -> None:
     gradients = integer_gradients(shapes, 30, 2)
     check(method, shapes, gradients, density=0.5, granularity=granularity)
