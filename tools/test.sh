@@ -119,14 +119,16 @@ package() {
   setup_requirements && setup_package
 }
 
-# The tests run one part after the other, those of Python first. What is built for the next ones goes on
-# beside them, and so do lint, docs and fuzz.
+# The tests run one part after the other, those of Python first, then those of which ccache has most
+# when the package is there. What is built for the next ones goes on beside them, and so do lint, docs
+# and fuzz.
 run_tests() {
   local name beside=() main=() presets=() files=() groups=(build test lab docs) helper builder
   while (($#)); do
     case $1 in
       --) shift && break ;;
-      cpp) main+=(asan tsan release) ;;
+      --long) export TOPREDUCE_LONG_TESTS=1 ;; # tests/tiers.h and python/tests/tiers.py read it
+      cpp) main+=(release asan tsan) ;;
       lint | docs | fuzz) beside+=("$1") ;;
       asan | tsan | release | mpi | large | python) main+=("$1") ;;
       mpich | aarch64) main+=("$1") && groups+=("$1") ;;
@@ -135,7 +137,7 @@ run_tests() {
     esac
     shift
   done
-  ((${#main[@]} + ${#beside[@]})) || beside=(lint docs) main=(python asan tsan release mpi)
+  ((${#main[@]} + ${#beside[@]})) || beside=(lint docs) main=(python release mpi asan tsan)
 
   if [[ " ${main[*]} ${beside[*]} " =~ ' '(python|lint)' ' ]]; then beside=(package "${beside[@]}"); fi
 
