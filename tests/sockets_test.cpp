@@ -153,14 +153,25 @@ TEST_F(SocketsTest, DrainDoesNotWaitForThoseThatHaveClosed) {
 
 TEST_F(SocketsTest, AWaitEndsByAFrameOrAWakeUp) {
   std::thread waker([&] { sockets_->wake(); });
-  sockets_->wait(60s);
+  EXPECT_TRUE(sockets_->wait(60s));
   waker.join();
   sockets_->wake();
-  sockets_->wait(60s);  // one that was called before
+  EXPECT_TRUE(sockets_->wait(60s));  // one that was called before
   write_raw(framed(bytes_of(3, 5)));
-  sockets_->wait(60s);
+  EXPECT_FALSE(sockets_->wait(60s));
   move();
   EXPECT_EQ(came_.size(), 1u);
+}
+
+TEST_F(SocketsTest, AWaitForAWakeUpEndsByNoFrame) {
+  write_raw(framed(bytes_of(3, 5)));
+  EXPECT_FALSE(sockets_->wait_for_wake(1ms));
+  std::thread waker([&] { sockets_->wake(); });
+  EXPECT_TRUE(sockets_->wait_for_wake(60s));
+  waker.join();
+  sockets_->wake();
+  EXPECT_TRUE(sockets_->wait_for_wake(60s));
+  EXPECT_FALSE(sockets_->wait_for_wake(0ms));
 }
 
 }  // namespace

@@ -1,6 +1,10 @@
 #pragma once
 
+#include <chrono>
+
 #include <nanobind/nanobind.h>
+
+#include "topreduce/comm/communicator.h"
 
 // One file for each C++ folder or header that has a Python face.
 void bind_catalog(nanobind::module_& module);
@@ -10,3 +14,8 @@ void bind_layout(nanobind::module_& module);
 void bind_reducer(nanobind::module_& module);
 void bind_stats(nanobind::module_& module);
 void bind_tuning(nanobind::module_& module);
+
+/// Until `wake` is called on a communicator with sockets, or time is up; whether it was called.
+bool wait_for_wake(topreduce::Communicator& comm, std::chrono::nanoseconds most);
+/// The same, or until something comes.
+bool wait_for_news(topreduce::Communicator& comm, std::chrono::milliseconds most);

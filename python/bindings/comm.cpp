@@ -125,12 +125,6 @@ class PythonCommunicator final : public Communicator {
     Communicator::post(peer, tag, head, bytes);
   }
 
-  /// Until something may have come, or `wake` was called; not for long.
-  void idle() {
-    constexpr std::chrono::milliseconds kMost(20), kBetweenLooks(2);
-    if (const auto connected = sockets()) return connected->wait(kMost);
-    std::this_thread::sleep_for(kBetweenLooks);
-  }
   void wake() {
     if (const auto connected = sockets()) connected->wake();
   }
@@ -182,7 +176,10 @@ class PythonCommunicator final : public Communicator {
 
   void pause(const Backoff& backoff) override {
     constexpr std::chrono::milliseconds kMost(50);
-    if (const auto connected = sockets()) return connected->wait(kMost);
+    if (const auto connected = sockets()) {
+      connected->wait(kMost);
+      return;
+    }
     backoff.pause();
   }
 
@@ -404,7 +401,29 @@ void fail_at(Communicator& self, std::uint64_t messages, std::string words, std:
   written_in_python(self).fail_at(std::move(fault));
 }
 
+std::shared_ptr<Sockets> sockets_of(Communicator& comm) {
+  const auto* own = dynamic_cast<PythonCommunicator*>(&comm);
+  return own == nullptr ? nullptr : own->sockets();
+}
+
+// Without sockets nobody wakes.
+bool doze(std::chrono::nanoseconds most) {
+  constexpr std::chrono::nanoseconds kBetweenLooks = std::chrono::milliseconds(2);
+  std::this_thread::sleep_for(std::min(most, kBetweenLooks));
+  return false;
+}
+
 }  // namespace
+
+bool wait_for_wake(Communicator& comm, std::chrono::nanoseconds most) {
+  const auto connected = sockets_of(comm);
+  return connected ? connected->wait_for_wake(most) : doze(most);
+}
+
+bool wait_for_news(Communicator& comm, std::chrono::milliseconds most) {
+  const auto connected = sockets_of(comm);
+  return connected ? connected->wait(most) : doze(most);
+}
 
 #define BYTES "numpy.typing.NDArray[numpy.uint8]"
 
@@ -519,13 +538,6 @@ void bind_comm(nb::module_& module) {
           "may "
           "miss it.")
       .def(
-          "idle",
-          [](Communicator& self) {
-            const nb::gil_scoped_release release;
-            written_in_python(self).idle();
-          },
-          "Wait a little, until something may have come or `wake` was called.")
-      .def(
           "look", [](Communicator& self) { written_in_python(self).look(); },
           "Take in what has come, without waiting: frames, last words, and who is lost.")
       .def(
@@ -550,7 +562,7 @@ void bind_comm(nb::module_& module) {
           "Where this rank is and what it waits for, in words: 'step 4, the vote'.")
       .def(
           "wake", [](Communicator& self) { written_in_python(self).wake(); },
-          "End the `idle` of another thread, or the next one.");
+          "End an `attend` of another thread, or the next one.");
   module.attr("T") = nb::type_var("T");
   module.def("run_ranks", &run_ranks, "ranks"_a, "body"_a,
              nb::sig("def run_ranks(ranks: int, body: collections.abc.Callable[[Communicator], T]) "

@@ -1,5 +1,6 @@
 #include "topreduce/reducer.h"
 
+#include <chrono>
 #include <limits>
 #include <map>
 #include <utility>
@@ -108,6 +109,7 @@ struct Owner {
       const std::vector<std::size_t> parameters = parameter_numbers("add", numbers);
       const std::span<float> floats = writable_floats("add", gradient);
       hold(parameters, gradient);
+      brought = true;
       const nb::gil_scoped_release release;
       reducer.add(parameters, floats, most);
     } catch (...) {
@@ -143,6 +145,7 @@ struct Owner {
         all.push_back({parameter, writable_floats("add_many", parts[1]), most});
         hold({&parameter, 1}, nb::borrow(parts[1]));
       }
+      brought = true;
       const nb::gil_scoped_release release;
       for (const Added& one : all) {
         if (lent) {
@@ -185,6 +188,7 @@ struct Owner {
   void add_on_device(const nb::object& numbers, float most) {
     try {
       const std::vector<std::size_t> parameters = parameter_numbers("add_on_device", numbers);
+      brought = true;
       const nb::gil_scoped_release release;
       reducer.add_on_device(parameters, most);
     } catch (...) {
@@ -241,6 +245,31 @@ struct Owner {
     }
   }
 
+  // Returns now and then, so that whoever has dropped this is noticed.
+  bool attend() {
+    constexpr std::chrono::milliseconds kPatience(20);
+    try {
+      if (!comm_held.is_valid()) return false;
+      auto& comm = nb::cast<Communicator&>(comm_held);
+      const nb::gil_scoped_release release;
+      const std::chrono::duration<double> pace(reducer.pace());
+      const Clock::time_point until = Clock::now() + kPatience;
+      do {
+        const auto left = std::chrono::duration_cast<Clock::duration>(looked + pace - Clock::now());
+        if (left > Clock::duration::zero() && wait_for_wake(comm, left)) return true;
+        if (!brought && wait_for_news(comm, kPatience)) return true;
+        const bool busy = reducer.progress();
+        looked = Clock::now();
+        brought = false;
+        if (!busy) return false;
+      } while (Clock::now() < until);
+      return true;
+    } catch (...) {
+      abandon(current_words());
+      throw;
+    }
+  }
+
   StepStats finish() {
     const std::vector<nb::object> until_finished = std::exchange(held, {});
     const std::vector<nb::object> places = std::exchange(places_held, {});
@@ -270,6 +299,11 @@ struct Owner {
   nb::object others;
   nb::object allows;
   nb::object device;
+
+  // For `attend`.
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point looked;  // when it did last
+  bool brought = false;      // anything since then
 };
 
 // ---- what comes out -----------------------------------------------------------------------------
@@ -413,6 +447,9 @@ void bind_reducer(nb::module_& module) {
       .def("progress", &Owner::progress,
            "Go on with exchanges whose messages have come, without waiting. Whether more are under "
            "way.")
+      .def("attend", &Owner::attend,
+           "The same, once in `pace`, until there are none, another thread calls `wake` on the\n"
+           "communicator, or nothing has come for a while.")
       .def_prop_ro(
           "pace", [](const Owner& self) { return self.reducer.pace(); },
           "Seconds between two calls of `progress`, while gradients come, that suffice: what is "

@@ -217,10 +217,21 @@ bool Sockets::ready(std::chrono::milliseconds most) {
   return poll(polled_.data(), polled_.size(), static_cast<int>(most.count())) > 0;
 }
 
-void Sockets::wait(std::chrono::milliseconds most) {
-  if (!ready(most) || polled_.back().revents == 0) return;
+bool Sockets::wait(std::chrono::milliseconds most) {
+  return ready(most) && polled_.back().revents != 0 && was_woken();
+}
+
+bool Sockets::wait_for_wake(std::chrono::nanoseconds most) {
+  constexpr std::int64_t kSecond = 1'000'000'000;
+  const timespec time{static_cast<time_t>(most.count() / kSecond), most.count() % kSecond};
+  pollfd polled{wake_, POLLIN, 0};
+  return ppoll(&polled, 1, &time, nullptr) > 0 && was_woken();
+}
+
+// Since it was last asked.
+bool Sockets::was_woken() {
   std::uint64_t count = 0;
-  static_cast<void>(::read(wake_, &count, sizeof count));
+  return ::read(wake_, &count, sizeof count) > 0;
 }
 
 void Sockets::wake() noexcept {

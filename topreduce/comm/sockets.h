@@ -46,9 +46,12 @@ class TOPREDUCE_API Sockets {
   /// Passes on all that has come, and sends what waits, as far as that goes now.
   void move(const Receiver& receiver);
 
-  /// Until something comes, or can be sent that waits, `wake` was called, or time is up.
-  void wait(std::chrono::milliseconds most);
-  /// Ends the `wait` of another thread, or the next one.
+  /// Until something comes, or can be sent that waits, `wake` was called, or time is up. Whether it
+  /// was called.
+  bool wait(std::chrono::milliseconds most);
+  /// Until `wake` was called, or time is up.
+  bool wait_for_wake(std::chrono::nanoseconds most);
+  /// Ends the wait of another thread, or the next one.
   void wake() noexcept;
 
   /// Whether anything waits to be sent.
@@ -79,6 +82,7 @@ class TOPREDUCE_API Sockets {
   void read(int rank, const Receiver& receiver);
   std::string take(int rank, std::span<const std::byte> bytes, const Receiver& receiver);
   bool ready(std::chrono::milliseconds most);
+  bool was_woken();
 
   std::vector<Peer> peers_;
   std::vector<pollfd> polled_;  // by rank; the last one is `wake_`

@@ -140,10 +140,6 @@ class Levels(GroupCommunicator):
             part.enter(call, step)
         super().enter(call, step)
 
-    def idle(self) -> None:
-        """What is under way between two gradients is on the last level."""
-        self._parts[-1].idle()
-
     def wake(self) -> None:
         for part in self._parts:
             part.wake()

@@ -47,6 +47,28 @@ class Step:
         self.over = threading.Event()
 
 
+class _Tasks:
+    """What the worker is to do, in this order."""
+
+    def __init__(self, comm: GroupCommunicator) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._comm = comm
+        self.attends = False  # the worker, to what is under way, where only `wake` reaches it
+
+    def put(self, task: Callable[[], None] | None) -> None:
+        """None: come to an end."""
+        self._queue.put(task)
+        if self.attends:
+            self._comm.wake()
+
+    def next(self) -> Callable[[], None] | None:
+        return self._queue.get()
+
+    @property
+    def empty(self) -> bool:
+        return self._queue.empty()
+
+
 class Receiver(Protocol):
     """Where the means of a step go. Called by the worker."""
 
@@ -83,13 +105,13 @@ class Steps:
         self._lane = lane
         self._step = Step(None)
         self._step.over.set()
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._start()
 
     def _start(self) -> None:
-        comm, tasks = self._comm, self._tasks
+        comm = self._comm
+        tasks = self._tasks = _Tasks(comm)
         self._thread = threading.Thread(
-            target=_run, args=(tasks, weakref.ref(self), comm), name="topreduce", daemon=True
+            target=_run, args=(tasks, weakref.ref(self)), name="topreduce", daemon=True
         )
         self._thread.start()
         self._last_resort = weakref.finalize(self, _leave, os.getpid(), tasks, self._thread, comm)
@@ -112,12 +134,10 @@ class Steps:
         """The worker does it, unless the step has failed; if it raises, the step has."""
         step.last_handed_over = time.perf_counter()
         self._tasks.put(lambda: self._advance(step, task))
-        self._comm.wake()
 
     def close(self, step: Step, receiver: Receiver) -> None:
         """All gradients were handed over."""
         self._tasks.put(lambda: self._close(step, receiver))
-        self._comm.wake()
 
     def fail(self, error: Exception) -> Exception:
         """No further step is possible: releases peers that wait for us; returns what to raise."""
@@ -142,7 +162,6 @@ class Steps:
                 step.over.set()
 
             self._tasks.put(drop)
-            self._comm.wake()
             step.over.wait()
 
     def stop(self) -> None:
@@ -176,18 +195,18 @@ class Steps:
 
     # ---- the worker's part: everything that can fail, or take time -----------------------------
 
-    def progress(self) -> float | None:
-        """Goes on with what has come. Seconds until the next look, if more is under way."""
+    def attend(self) -> bool:
+        """Goes on with what comes, until there is a task. Whether more is under way."""
         step, busy = self._step, False
 
-        def look() -> None:
+        def attend() -> None:
             nonlocal busy
-            busy = self._reducer.progress()
+            busy = self._reducer.attend()
 
         if step.begun and not step.over.is_set():
             with self._lane.entered():  # exchanges may begin that had to wait for others
-                self._advance(step, look)
-        return self._reducer.pace if busy else None
+                self._advance(step, attend)
+        return busy
 
     def _advance(self, step: Step, task: Callable[[], None]) -> None:
         if step.error is not None:
@@ -246,14 +265,9 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _end(
-    tasks: "queue.SimpleQueue[Callable[[], None] | None]",
-    thread: threading.Thread,
-    comm: GroupCommunicator,
-) -> None:
+def _end(tasks: _Tasks, thread: threading.Thread, comm: GroupCommunicator) -> None:
     """Has the worker come to its end, unless that takes too long."""
     tasks.put(None)
-    comm.wake()
     if thread is not threading.current_thread():
         thread.join(_LAST_WORDS)
         if thread.is_alive():
@@ -263,7 +277,7 @@ def _end(
 
 def _leave(
     process: int,
-    tasks: "queue.SimpleQueue[Callable[[], None] | None]",
+    tasks: _Tasks,
     thread: threading.Thread,
     comm: GroupCommunicator,
 ) -> None:
@@ -284,29 +298,20 @@ def _yield_to_computing() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
-def _run(
-    tasks: "queue.SimpleQueue[Callable[[], None] | None]",
-    owner: "weakref.ref[Steps]",
-    comm: GroupCommunicator,
-) -> None:
+def _run(tasks: _Tasks, owner: "weakref.ref[Steps]") -> None:
     _yield_to_computing()
-    looked, pace = 0.0, None  # when, and how long until the next look; None: nothing is under way
-    idle = True  # since that look
+    busy = False  # something is under way
     while True:
-        left = None if pace is None else max(0.0, looked + pace - time.perf_counter())
-        try:
-            task = tasks.get(timeout=left)
-        except queue.Empty:
-            if idle:
-                comm.idle()
-        else:
+        tasks.attends = busy
+        if not busy or not tasks.empty:
+            tasks.attends = False
+            task = tasks.next()
             if task is None:
                 return
             task()
             del task  # an idle worker keeps nothing alive
-            idle = False
-        if pace is None or time.perf_counter() >= looked + pace:
-            steps = owner()
-            pace = None if steps is None else steps.progress()
-            looked, idle = time.perf_counter(), True
-            del steps
+            busy = True
+            continue
+        steps = owner()
+        busy = steps is not None and steps.attend()
+        del steps

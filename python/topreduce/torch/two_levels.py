@@ -98,18 +98,14 @@ class _Part:
     def stats(self) -> StepStats:
         return self._reducer.stats
 
-    @property
-    def pace(self) -> float:
-        return self._reducer.pace
-
     def configure(self, **changes: object) -> None:
         self._reducer.configure(**changes)
 
     def commit_if(self, allows: Callable[[], bool] | None) -> None:
         self._reducer.commit_if(allows)
 
-    def progress(self) -> bool:
-        return self._reducer.progress()
+    def attend(self) -> bool:
+        return self._reducer.attend()
 
     def timed(self, computed: float, waited: float) -> None:
         self._reducer.timed(computed, waited)
