@@ -128,7 +128,8 @@ inline std::set<std::string> entries_of(const std::string& row) {
   const bool whole = row.find("granularity=model") != std::string::npos;
   const std::string granularity = whole ? " model" : " bucket";
   std::set<std::string> entries = {word_at(0) + granularity};
-  if (kSanitized && !kLong) entries = {word_at(0), granularity};
+  // But topk selects in another way where it sees the whole model.
+  if (kSanitized && !kLong && word_at(0) != "topk") entries = {word_at(0), granularity};
   for (const std::string stage : {"exchange=", "feedback=", "select=", "values="}) {
     if (kThreadsSanitized && stage != "exchange=") break;
     const std::size_t found = row.find(stage);
