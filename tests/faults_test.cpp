@@ -33,7 +33,7 @@ constexpr std::size_t kAtOnce = 24, kAtOnceWaiting = 75;
 std::vector<const char*> rows_with_faults() {
   if (!kSanitized && !kLong) return rows();
   std::vector<const char*> chosen;
-  const std::size_t apart = kThreadsSanitized ? 11 : kSanitized ? 7 : 1;
+  const std::size_t apart = kThreadsSanitized || !kLong ? 11 : kSanitized ? 7 : 1;
   for (std::size_t i = 0; i < std::size(kRows); i += apart) chosen.push_back(kRows[i]);
   return chosen;
 }

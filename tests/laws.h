@@ -105,8 +105,9 @@ inline constexpr const char* kRows[] = {
 };
 // A sanitizer needs ranks, blocks and steps, not many of them, and each method, stage and format in
 // one row or another. Step 7 of integers() is the last special one.
-inline const std::vector<int> kRankCounts =
-    kSanitized ? std::vector{1, 3} : std::vector{1, 2, 3, 5, 8};
+inline const std::vector<int> kRankCounts = kThreadsSanitized && !kLong ? std::vector{3}
+                                            : kSanitized                ? std::vector{1, 3}
+                                                         : std::vector{1, 2, 3, 5, 8};
 inline const std::vector<int> kSomeRanks =  // of what takes long
     kSanitized ? std::vector{3} : std::vector{2, 3};
 // Of messages that are lost, one after the other.

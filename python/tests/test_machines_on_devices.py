@@ -37,6 +37,7 @@ def compute(rank: Rank) -> None:
         levels.be_one_machine(rank)
 
 
+@pytest.mark.long
 def test_it_is_a_run_of_one_rank_per_machine() -> None:
     accelerated(4).run(compute)
 

@@ -7,18 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# Some tests of each row that compares debts: `pytest --naive` tries all. With fewer where tests may
-# not take long, none of which needs a device.
-FEW_ROWS = {
-    "test_ddp.py": "test_laws and (static or frozen) or run_out_of_data and randk",
-    "test_amp.py": "test_memory_is_unscaled",
-    "test_checkpoints.py": "distributed_checkpoint_is_exact and topk-later",
-    "test_two_levels.py": "laws_of_uneven_machines",
-}
-FEW_CONTROLS = {
-    "test_attach.py": "test_density_one_is_plain_ddp and 2 and randk",
-    "test_ddp.py": "tied_parameters",
-}
+# Some tests of each row that compares debts: `pytest --naive` tries all.
 ROWS = {
     "test_ddp.py": "test_laws and (static or unused or sync or frozen) "
     "or run_out_of_data and randk or several or at_run_time",
@@ -42,11 +31,11 @@ REASONS = (
 )
 
 
-def run_naively(folder: Path, rows: dict[str, str], controls: dict[str, str]) -> dict[str, str]:
+def run_naively(folder: Path) -> dict[str, str]:
     """The tests that ran, with what was said of those that failed."""
     tests, report = Path(__file__).parent, folder / "report.xml"
-    words = " or ".join(f"({words})" for words in [*rows.values(), *controls.values()])
-    files = [str(tests / file) for file in dict.fromkeys([*rows, *controls])]
+    words = " or ".join(f"({words})" for words in [*ROWS.values(), *CONTROLS.values()])
+    files = [str(tests / file) for file in dict.fromkeys([*ROWS, *CONTROLS])]
     command = [sys.executable, "-m", "pytest", "-q", "--naive", "-p", "no:cacheprovider"]
     ended = subprocess.run(
         [*command, f"--junitxml={report}", "-k", words, *files],
@@ -68,28 +57,15 @@ def is_control(test: str) -> bool:
     return any(word in test for word in words)
 
 
-@pytest.mark.parametrize(
-    ("chosen", "of_controls", "least", "least_controls"),
-    [
-        (FEW_ROWS, FEW_CONTROLS, 5, 2),
-        pytest.param(ROWS, CONTROLS, 15, 4, marks=pytest.mark.long),
-    ],
-    ids=["few", "many"],
-)
-def test_state_by_bucket_fails_every_row(
-    chosen: dict[str, str],
-    of_controls: dict[str, str],
-    least: int,
-    least_controls: int,
-    tmp_path: Path,
-) -> None:
-    told = run_naively(tmp_path, chosen, of_controls)
+@pytest.mark.long
+def test_state_by_bucket_fails_every_row(tmp_path: Path) -> None:
+    told = run_naively(tmp_path)
     controls = {test: failure for test, failure in told.items() if is_control(test)}
     rows = {test: failure for test, failure in told.items() if test not in controls}
-    assert len(controls) >= least_controls
+    assert len(controls) >= 4
     assert not any(controls.values()), "naive.py itself is broken"
-    assert len(rows) >= least
-    assert {test.split()[0] for test in rows} == chosen.keys()
+    assert len(rows) >= 15
+    assert {test.split()[0] for test in rows} == ROWS.keys()
     for test, failure in rows.items():
         assert failure, f"{test} did not notice"
         assert "AssertionError" in failure, f"{test}: {failure}"
