@@ -250,8 +250,10 @@ struct Owner {
     constexpr std::chrono::milliseconds kPatience(20);
     try {
       if (!comm_held.is_valid()) return false;
-      auto& comm = nb::cast<Communicator&>(comm_held);
+      const nb::object until_over = comm_held;  // whoever abandons the step meanwhile
+      auto& comm = nb::cast<Communicator&>(until_over);
       const nb::gil_scoped_release release;
+      if (comm.size() == 1) return reducer.progress();  // nothing comes, and nobody can wake this
       const std::chrono::duration<double> pace(reducer.pace());
       const Clock::time_point until = Clock::now() + kPatience;
       do {
