@@ -151,18 +151,26 @@ def test_every_ratio_stands_beside_what_it_is_made_of(results: Results) -> None:
 
 def test_the_answer_comes_first(results: Results) -> None:
     worth = verdict(results)
-    assert worth == (f"Worth it, 10.8 times sooner: {LONG} reaches the loss in 30 s, dense 324 s.")
+    assert worth == (
+        f"Worth it, 10.8 times as fast as dense: {LONG} reaches the loss in 30 s, dense 324 s."
+    )
     assert report.page([results]).index(worth) < report.page([results]).index("<svg")
 
     race = replace(results, runs=[])
     step = f"a step with {LONG} takes 460 ms, dense 5.4 s"
-    assert verdict(race) == f"Worth it, 11.7 times sooner: {step}."
+    assert verdict(race) == f"Worth it, 11.7 times as fast as dense: {step}."
     rows = {each.label: each for each in race.race}
     quick = row("bf16", 0.3, 3e7)
     assert verdict(replace(race, race=[*race.race, quick])) == (
-        f"11.7 times sooner than dense, but not the best: {step}; bf16, the best of PyTorch's own, "
-        "300 ms."
+        f"Not worth it, 11.7 times as fast as dense, but not the best: {step}; bf16, the best of "
+        "PyTorch's own, 300 ms."
     )
+    near = row("bf16", 0.47, 3e7)
+    assert verdict(replace(race, race=[*race.race, near])).startswith("No clear gain over bf16, ")
+    restless = replace(rows["noop (A/A)"], seconds=[0.55] * 3)
+    rough = [rows["noop"], restless, rows["dense"], rows[LONG], row("bf16", 0.55, 3e7)]
+    told = verdict(replace(race, race=rough))
+    assert told.startswith("No clear gain over bf16, ") and told.endswith(" A/A 1.31.")
     slow = replace(rows[LONG], seconds=[5.39] * 3)
     calm = [rows["noop"], replace(rows["noop (A/A)"], seconds=[0.42] * 3), rows["dense"], slow]
     assert verdict(replace(race, race=calm)).startswith("Not worth it: a step with ")

@@ -11,6 +11,7 @@ from topreduce.lab.experiments.train import REFERENCE, TrainRun
 from topreduce.lab.report.results import Results, mean
 
 _NEAR = 1.05  # less than that is no gain
+_NOISY = 0.1  # A/A this far from 1 is told
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,17 @@ def _compare(times: Sequence[_Time], race: Sequence[RaceRow], words: str, missed
     beside = "."
     if rival is not dense:
         beside = f"; {rival.label}, the best of PyTorch's own, {in_words(rival.seconds)}."
+    if twice is not None and abs(twice - 1) >= _NOISY:
+        beside += f" The machine was not calm: the same method measured twice, A/A {twice:.2f}."
     if gain < _NEAR:
         return f"Not worth it: {said}{beside}{missed}"
+    quicker = f"{gain:.1f} times as fast as {REFERENCE}"
     if rival.seconds * _NEAR < best.seconds:
-        return f"{gain:.1f} times sooner than {REFERENCE}, but not the best: {said}{beside}{missed}"
-    return f"Worth it, {gain:.1f} times sooner: {said}{beside}{missed}"
+        return f"Not worth it, {quicker}, but not the best: {said}{beside}{missed}"
+    lead = rival.seconds / best.seconds - 1
+    if lead < max(_NEAR - 1, abs((twice or 1) - 1)):
+        return f"No clear gain over {rival.label}, {quicker}: {said}{beside}{missed}"
+    return f"Worth it, {quicker}: {said}{beside}{missed}"
 
 
 def _seconds_to_target(results: Results, run: TrainRun) -> float | None:
