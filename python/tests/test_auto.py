@@ -1,6 +1,7 @@
 """attach(model, "auto"): all ranks send the same, as much as hides, and it can be repeated."""
 
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from transport import alone
 import topreduce
 import topreduce.torch
 from topreduce.torch import Sync
+from topreduce.torch import steps as steps_module
 from topreduce.torch.steps import Step, Steps
 
 STEPS = 40
@@ -114,6 +116,32 @@ def test_all_ranks_find_the_same_and_it_can_be_repeated(tmp_path: Path) -> None:
     group(3).run(find_and_repeat, str(tmp_path))
 
 
+def in_vain(rank: Rank) -> None:
+    """Fewer bytes than it may send would not help: it says so, once."""
+    run = Run(rank)
+    sync = at_once(run.ddp, min_density=0.05)
+    with (
+        mock.patch.multiple(steps_module, _WATCHED=40, _LAST=5),
+        warnings.catch_warnings(record=True) as heard,
+    ):
+        warnings.simplefilter("always", RuntimeWarning)
+        with mock.patch.object(Steps, "_time", nothing_but_waiting):
+            run.train(range(50))
+    said = [str(each.message) for each in heard if "Plain DDP" in str(each.message)]
+    assert len(said) == 1, said
+    assert "waits for topreduce for 80% of a step, even with the least density" in said[0]
+    assert "this is min_density already" in repr(sync)
+
+
+def nothing_but_waiting(steps: Steps, step: Step) -> None:
+    step.computed, step.waited = COMPUTED, 4 * COMPUTED
+    steps._reducer.timed(step.computed, step.waited)
+
+
+def test_it_warns_where_no_density_is_low_enough() -> None:
+    group(2).run(in_vain)
+
+
 def free(rank: Rank) -> None:
     """A network that nobody waits for: plain averages, of which nothing is owed."""
     run, plain = Run(rank), Run(rank)
@@ -150,6 +178,13 @@ def fixed_parts(rank: Rank) -> None:
         assert (spec["method"], spec["density"]) == expected
         assert spec["warmup_steps"] == "10"
         sync.detach()
+    for method, density, limits, words in (
+        ("topk", 0.01, {"budget_bytes": 100}, "^budget_bytes: for density='auto' only, and "),
+        ("topk:density=0.01", None, {"overhead": 0.1, "min_density": 0.1}, "overhead and min_d"),
+        ("topk:density=0.01", 0.02, {}, "given twice: in 'topk:density=0.01', and as density=0.02"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            topreduce.torch.attach(run.ddp, method, density=density, **limits)
     with pytest.raises(ValueError, match=r"density=nonsense must be a number in \(0, 1\], auto"):
         topreduce.torch.attach(run.ddp, density="nonsense")
 

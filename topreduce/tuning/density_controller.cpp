@@ -522,7 +522,7 @@ std::string DensityController::reason() const {
   }
   text << ", " << percent(overhead_) << " % allowed";
   if (settled() && rung_ + 1 == ladder_.size()) text << "; there is no more to send";
-  if (settled() && rung_ == 0 && ladder_.size() > 1) text << "; it may not be less";
+  if (settled() && rung_ == 0 && ladder_.size() > 1) text << "; this is min_density already";
   if (!looks_.empty()) {
     const Measurement recent = median_of_last(kMedian);
     const double slower = slowed(recent) / (recent.computed + recent.waited);

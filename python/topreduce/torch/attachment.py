@@ -124,14 +124,18 @@ def attach(
             raise ValueError("commit_if is for ranks that exchange themselves, without local_group")
         if not isinstance(verify_every, int) or verify_every < 0:
             raise ValueError(f"verify_every must be a number of steps, not {verify_every!r}")
-        given = {
-            "density": _or_default(
-                as_setting(density), "density", method, found_by_default(method)
-            ),
+        limits = {
             "overhead": overhead,
             "min_density": min_density,
             "max_density": max_density,
             "budget_bytes": budget_bytes,
+        }
+        _check_density(as_setting(density), method, limits)
+        given = {
+            **limits,
+            "density": _or_default(
+                as_setting(density), "density", method, found_by_default(method)
+            ),
             "granularity": granularity,
             "bucket_cap_mb": bucket_cap_mb,
             "values": values,
@@ -201,6 +205,20 @@ def _check_method(method: object) -> None:
 def found_by_default(method: str) -> str | None:
     """The density of a method that is named without one: sought while running, if it has any."""
     return None if method.partition(":")[0].strip() == "dense" else "auto"
+
+
+def _check_density(given: object, method: str, limits: dict[str, float | None]) -> None:
+    """ValueError for settings of which one would be ignored."""
+    named = re.search(r"\bdensity\s*=\s*([^\s,()]+)", method)
+    if named and given is not None:
+        raise ValueError(f"density is given twice: in {method!r}, and as density={given}")
+    density = str(named[1] if named and given is None else given)
+    ignored = [name for name, limit in limits.items() if limit is not None]
+    if ignored and re.fullmatch(r"[-+.\deE]+", density):
+        raise ValueError(
+            f"{' and '.join(ignored)}: for density='auto' only, and density={density} is fixed; "
+            "leave out one of the two"
+        )
 
 
 def _or_default(given: object, name: str, method: str, default: object) -> object:

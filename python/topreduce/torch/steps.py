@@ -8,11 +8,12 @@ back. Who takes gradients, and where the means go, is an adapter's affair (ddp.p
 import contextlib
 import os
 import queue
+import statistics
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,8 @@ from topreduce.torch.surroundings import Participation, Surroundings
 from topreduce.torch.verifying import Verifier
 
 _HISTORY = 1000
+_WATCHED, _LAST = 300, 50  # steps until a search is judged, by the last of them
+_FAR_TOO_LONG = 0.3  # a part of a step
 _LAST_WORDS = 5.0  # seconds that the worker gets at exit; it may be waiting for a dead peer
 _GIVING_UP = 30.0  # and from then on: it may be asking others who did not come
 _NICENESS = 5  # of the worker: where cores are short, what computes gradients goes first
@@ -242,6 +245,9 @@ class Steps:
         told = self.record(stats, step.level)
         told["seconds_computed"], told["seconds_waited"] = step.computed, step.waited
         self.history.append(told)
+        if len(self.history) == _WATCHED and self._reducer.spec["density"] == "auto":
+            least = float(self._reducer.spec["min_density"])
+            self.surroundings.in_vain = waited_in_vain(self.history, least)
 
     def _time(self, step: Step) -> None:
         """What backward() waited for us, which is what a density is found by."""
@@ -259,6 +265,20 @@ class Steps:
     def _begin(self, loss_scale: float) -> None:
         self._reducer.abandon()  # a backward pass that the user's code cut short
         self._reducer.begin(self._comm, loss_scale)
+
+
+def waited_in_vain(history: Iterable[Mapping[str, Any]], least: float) -> float | None:
+    """The usual part of the last steps that was waited, if it is large although they sent as
+    little as they may."""
+    last = list(history)[-_LAST:]
+    if any(each["density"] > 1.1 * least for each in last):
+        return None
+    parts = [
+        each["seconds_waited"] / (each["seconds_computed"] + each["seconds_waited"])
+        for each in last
+    ]
+    usual = statistics.median(parts)
+    return usual if usual > _FAR_TOO_LONG else None
 
 
 def is_in_backward() -> bool:

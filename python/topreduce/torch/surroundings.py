@@ -41,6 +41,7 @@ class Surroundings:
         """
         self._known = False  # what is owed, since the last step
         self.forgotten = ""  # how the model came to a state whose debts are not known here
+        self.in_vain: float | None = None  # the part of a step that the search cannot save
         self._model = weakref.ref(model)
         self._advice = advice
         self._frozen = dict(frozen)
@@ -95,6 +96,15 @@ class Surroundings:
                 stacklevel=2,
             )
         self.forgotten, self._known = "", False
+        if self.in_vain is not None:
+            warnings.warn(
+                f"backward() waits for topreduce for {self.in_vain:.0%} of a step, even with the "
+                "least density that it may take: it is not the bytes that take so long. Plain DDP, "
+                "or a fixed density such as 0.01, is the better choice here",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self.in_vain = None
 
     def release(self) -> None:
         self._handle.remove()
