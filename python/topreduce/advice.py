@@ -54,6 +54,10 @@ class Advice:
     rows: list[Row]
     words: list[str] = field(default_factory=list)
 
+    def __str__(self) -> str:
+        """As `topreduce advise` prints it."""
+        return "\n".join(lines(self))
+
 
 def advise(
     site: Site,
@@ -92,6 +96,13 @@ def _words(rows: Sequence[Row], site: Site, overhead: float) -> Iterator[str]:
             f"Even at {auto.level} a step waits for {auto.waited / auto.seconds:.0%} of its time: "
             "local updates (DDP's post_local_sgd), larger batches or several ranks per machine "
             "(local_group) are the better choice."
+        )
+    denser = [row for row in rows[1:-2] if row.bytes > auto.bytes and row.seconds <= auto.seconds]
+    if denser:
+        best = max(denser, key=lambda row: row.bytes)
+        yield (
+            f'attach(model, "{best.method}") sends more here in no more time than auto, whose search '
+            "finds no density that is quick enough."
         )
     if dense.seconds > auto.seconds * (1 + overhead):
         times = dense.seconds / auto.seconds
