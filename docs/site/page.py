@@ -1,4 +1,4 @@
-"""Prints a page of docs/ as Doxygen is to read it: it knows neither folders nor GitHub's names of headings.
+"""Prints a page of docs/ as Doxygen is to read it, which does not name headings as GitHub does.
 
 python3 docs/site/page.py docs/auto.md
 """
