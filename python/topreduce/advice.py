@@ -101,7 +101,7 @@ def _words(rows: Sequence[Row], site: Site, overhead: float) -> Iterator[str]:
     if denser:
         best = max(denser, key=lambda row: row.bytes)
         yield (
-            f'attach(model, "{best.method}") sends more here in no more time than auto, whose search '
+            f'attach(model, "{best.method}") sends more here in no more time than auto, which '
             "finds no density that is quick enough."
         )
     if dense.seconds > auto.seconds * (1 + overhead):
