@@ -300,8 +300,8 @@ def refuse(rank: Rank, folder: str) -> list[str]:
 def test_what_cannot_be_loaded_is_refused_on_all_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     for nothing, incomplete, damaged, renamed, mixed in group(3).run(refuse, str(folder)):
-        assert "holds no step of which each rank finds its file" in nothing
-        assert "not step 4" in incomplete
+        assert f"{folder} (this rank has no such folder) holds no complete step: each" in nothing
+        assert "no complete step 4" in incomplete
         assert "rank 2: 2" in incomplete
         assert damaged.startswith("rank 1: ")
         assert f"{Place(1, 3).file(2)} is damaged" in damaged

@@ -43,4 +43,5 @@ __all__ = [
 def __getattr__(name: str) -> ModuleType:
     if name in ("mpi", "torch"):
         return import_module(f"topreduce.{name}")
-    raise AttributeError(f"module 'topreduce' has no attribute {name!r}")
+    hint = "; it is in topreduce.torch" if name == "attach" else ""
+    raise AttributeError(f"module 'topreduce' has no attribute {name!r}{hint}")

@@ -32,11 +32,12 @@ def choose(words: list[str], folder: Path, step: int | None) -> int:
         return max(common)
     if step is not None and step in common:
         return step
-    wanted = "no step" if step is None else f"not step {step}"
+    absent = "" if folder.exists() else " (this rank has no such folder)"
+    wanted = "no complete step" if step is None else f"no complete step {step}"
     told = "; ".join(f"rank {rank}: {_few(steps)}" for rank, steps in enumerate(by_rank))
     raise ValueError(
-        f"load: {folder} holds {wanted} of which each rank finds its file, or those of all ranks "
-        f"that saved. Steps found by {told}"
+        f"load: {folder}{absent} holds {wanted}: each rank must find its own file of it, or those "
+        f"of all ranks that saved. Steps found by {told}"
     )
 
 

@@ -73,7 +73,7 @@ class Replica:
         return Step(start, end, loss.item(), sent, self.attached.stats())
 
     def validation_loss(self) -> float:
-        """Over the data kept back; every rank looks at a part of it. Collective."""
+        """Over the held-out data; every rank looks at a part of it. Collective."""
         ranks = dist.get_world_size()
         losses = torch.tensor(self.task.validation_loss(self.rank, ranks))
         dist.all_reduce(losses)

@@ -53,7 +53,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss on data kept back, after so many steps."""
+    """The loss on held-out data, after so many steps."""
 
     step: int
     seconds: float

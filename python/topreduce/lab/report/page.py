@@ -33,7 +33,7 @@ code { font: .85rem/1.4 ui-monospace, monospace; overflow-wrap: anywhere; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .8rem .3rem 0; text-align: right; border-bottom: 1px solid var(--rule);
   vertical-align: top; }
-th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; }
+th:first-child, td:first-child { text-align: left; min-width: 9em; overflow-wrap: anywhere; }
 th { font-weight: 600; }
 svg { width: 100%; height: auto; } text { fill: var(--ink); font: 12px system-ui, sans-serif; }
 text.axis { fill: var(--dim); font-size: 13px; } .grid { stroke: var(--rule); fill: none; }
@@ -98,7 +98,7 @@ def _training(several: Sequence[Results]) -> Iterator[str]:
     yield "<h2>Loss against time</h2>"
     if any(results.clock == "race" for results in several):
         yield "<p>Trained without the limit; the time of each step is that of the race.</p>"
-    loss = "loss on data kept back"
+    loss = "loss on held-out data"
     yield from _lines("seconds", loss, runs, _loss_by_seconds, levels=levels)
     yield "<h2>Loss against traffic</h2>"
     yield from _lines("MB sent by one host", loss, runs, _loss_by_bytes, "log", levels=levels)

@@ -41,7 +41,7 @@ def loss_plot(results: Results) -> str:
     ]
     chart = line_chart(
         "seconds",
-        "loss on data kept back",
+        "loss on held-out data",
         series,
         "linear",
         levels=to_reach(results),

@@ -203,7 +203,7 @@ def _aim_words(results: Results, aims: str) -> str:
     if not aims:
         return "No loss to reach: dense was not among the methods, and --target-loss not given."
     where = " (where dense ended)" if results.target_loss is None else ""
-    return f"The loss to reach, on data kept back: {aims}{where}."
+    return f"The loss to reach, on held-out data: {aims}{where}."
 
 
 def _short_words(results: Results) -> list[str]:

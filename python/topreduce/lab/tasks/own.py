@@ -39,7 +39,7 @@ class OwnTask:
     def __init__(self, made: Any) -> None:
         """It must have `model`, and `loss(model, rank, step)`: of the batch of this rank and step.
 
-        It may have `validation_loss(part, parts)`; else data kept back is that of negative steps.
+        It may have `validation_loss(part, parts)`; else held-out data is that of negative steps.
         """
         for name in ("model", "loss"):
             if not hasattr(made, name):
