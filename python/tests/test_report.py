@@ -347,7 +347,7 @@ def test_a_browser_draws_loss_against_seconds(compared: Results, tmp_path: Path)
     drawn = loss_plot(compared)
     names = ["dense (DDP)", "dense in bf16", "PowerSGD, rank 16", "DiLoCo, 30 steps", "topk 1 %"]
     assert re.findall(r'class="name s\d"[^>]*>([^<]*)<', drawn) == names, "from the highest loss"
-    assert "Real clock: " in drawn and ">seconds<" in drawn and ">loss on data kept back<" in drawn
+    assert "Real clock: " in drawn and ">seconds<" in drawn and ">loss on held-out data<" in drawn
     assert "Not drawn, since slower: PowerSGD, rank 8." in drawn and "2026-11-17" in drawn
     assert drawn.count('class="line s') == 5 and drawn.count(" ours") == 1
     assert drawn.count('class="level"') == 1 and ">to reach: 2.700<" in drawn
