@@ -23,7 +23,7 @@ file(COPY ${PROJECT_SOURCE_DIR}/examples DESTINATION ${site} FILES_MATCHING PATT
                                                                     PATTERN *.py PATTERN *.h)
 file(COPY ${PROJECT_SOURCE_DIR}/docs/evidence DESTINATION ${site} FILES_MATCHING PATTERN *.svg)
 
-file(GLOB examples RELATIVE ${site}/examples ${site}/examples/*)
+file(GLOB examples LIST_DIRECTORIES false RELATIVE ${site}/examples ${site}/examples/*)
 list(TRANSFORM examples REPLACE "(.+)" "<li><a href=\"\\1\">\\1</a></li>")
 list(JOIN examples "\n" examples)
 file(WRITE ${site}/examples/index.html
