@@ -131,6 +131,8 @@ inline std::set<std::string> entries_of(const std::string& row) {
   std::set<std::string> entries = {word_at(0) + granularity};
   // But topk selects in another way where it sees the whole model.
   if (kSanitized && !kLong && word_at(0) != "topk") entries = {word_at(0), granularity};
+  // What selects otherwise than its method does not stand for it.
+  if (row.find("select=") != std::string::npos) entries.clear();
   for (const std::string stage : {"exchange=", "feedback=", "select=", "values="}) {
     if (kThreadsSanitized && stage != "exchange=") break;
     const std::size_t found = row.find(stage);
