@@ -127,7 +127,7 @@ def in_vain(rank: Rank) -> None:
         warnings.simplefilter("always", RuntimeWarning)
         with mock.patch.object(Steps, "_time", nothing_but_waiting):
             run.train(range(50))
-    said = [str(each.message) for each in heard if "Plain DDP" in str(each.message)]
+    said = [str(each.message) for each in heard if "plain DDP" in str(each.message)]
     assert len(said) == 1, said
     assert "waits for topreduce for 80% of a step, even with the least density" in said[0]
     assert "this is min_density already" in repr(sync)

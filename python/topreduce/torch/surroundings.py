@@ -99,8 +99,9 @@ class Surroundings:
         if self.in_vain is not None:
             warnings.warn(
                 f"backward() waits for topreduce for {self.in_vain:.0%} of a step, even with the "
-                "least density that it may take: it is not the bytes that take so long. Plain DDP, "
-                "or a fixed density such as 0.01, is the better choice here",
+                "least density that it may take: the network is too slow for exchanges in every "
+                "step, or steps are too short to hide any. sync.advise() says what they cost; on a "
+                "fast network plain DDP, or a fixed density such as 0.01, is the better choice",
                 RuntimeWarning,
                 stacklevel=2,
             )
