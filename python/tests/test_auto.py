@@ -181,6 +181,8 @@ def fixed_parts(rank: Rank) -> None:
     for method, density, limits, words in (
         ("topk", 0.01, {"budget_bytes": 100}, "^budget_bytes: for density='auto' only, and "),
         ("topk:density=0.01", None, {"overhead": 0.1, "min_density": 0.1}, "overhead and min_d"),
+        ("topk:density=0.01,max_density=0.1", None, {}, "^max_density: for density='auto' only"),
+        ("topk:budget_bytes=100", 0.01, {}, "^budget_bytes: for density='auto' only"),
         ("topk:density=0.01", 0.02, {}, "given twice: in 'topk:density=0.01', and as density=0.02"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -213,7 +213,7 @@ def _check_density(given: object, method: str, limits: dict[str, float | None]) 
     if named and given is not None:
         raise ValueError(f"density is given twice: in {method!r}, and as density={given}")
     density = str(named[1] if named and given is None else given)
-    ignored = [name for name, limit in limits.items() if limit is not None]
+    ignored = [name for name, limit in limits.items() if _is_given(limit, name, method)]
     if ignored and re.fullmatch(r"[-+.\deE]+", density):
         raise ValueError(
             f"{' and '.join(ignored)}: for density='auto' only, and density={density} is fixed; "
@@ -223,8 +223,12 @@ def _check_density(given: object, method: str, limits: dict[str, float | None]) 
 
 def _or_default(given: object, name: str, method: str, default: object) -> object:
     """What was given, unless that is nothing and the method's own words do not name it either."""
-    named = re.search(rf"\b{name}\s*=", method) is not None
-    return default if given is None and not named else given
+    return given if _is_given(given, name, method) else default
+
+
+def _is_given(given: object, name: str, method: str) -> bool:
+    """As an argument, or in the method's own words."""
+    return given is not None or re.search(rf"\b{name}\s*=", method) is not None
 
 
 class _Prepared(NamedTuple):

@@ -100,6 +100,7 @@ class Steps:
         """`lane`: of the device that the reducer uses, or of main memory."""
         self.broken: Exception | None = None  # why no further step is possible
         self.history: deque[dict[str, Any]] = deque(maxlen=_HISTORY)
+        self._warned = False  # that waiting cannot be helped
         self._reducer = reducer
         self._comm = comm
         self.surroundings = surroundings
@@ -245,9 +246,14 @@ class Steps:
         told = self.record(stats, step.level)
         told["seconds_computed"], told["seconds_waited"] = step.computed, step.waited
         self.history.append(told)
-        if len(self.history) == _WATCHED and self._reducer.spec["density"] == "auto":
-            least = float(self._reducer.spec["min_density"])
-            self.surroundings.in_vain = waited_in_vain(self.history, least)
+        if not self._warned and len(self.history) >= _WATCHED and self._reducer.step % _LAST == 0:
+            self._look_for_waiting_in_vain()
+
+    def _look_for_waiting_in_vain(self) -> None:
+        spec = self._reducer.spec
+        if spec["density"] == "auto":
+            part = waited_in_vain(self.history, float(spec["min_density"]))
+            self.surroundings.in_vain, self._warned = part, part is not None
 
     def _time(self, step: Step) -> None:
         """What backward() waited for us, which is what a density is found by."""
