@@ -107,7 +107,7 @@ once() {
 
 # setup_tools <group ...>: packages, .venv and what goes into it; quick when all is there.
 setup_tools() {
-  setup_system "$@" && setup_requirements
+  setup_system "$@" && setup_requirements dev
 }
 
 # setup_system <group ...>: Debian packages, and an empty .venv.
@@ -122,10 +122,11 @@ setup_system() {
 # Byte code comes with the first import, of those files only that we import: it must be kept, or every
 # process would make it anew.
 unset PYTHONDONTWRITEBYTECODE
+# setup_requirements <list>: requirements/<list>.txt, where dev holds all of demo.
 setup_requirements() {
-  once requirements "$("$python" -V) $(digest requirements/dev.txt)" \
-    'pip install -r requirements/dev.txt' requirements \
-    pip_install --no-compile -r requirements/dev.txt
+  local file=requirements/$1.txt
+  once "requirements-$1" "$("$python" -V) $(digest requirements/demo.txt "$file")" \
+    "pip install -r $file" requirements pip_install --no-compile -r "$file"
 }
 
 setup_package() {

@@ -116,7 +116,7 @@ parts_beside() {
 }
 
 package() {
-  setup_requirements && setup_package
+  setup_requirements dev && setup_package
 }
 
 # The tests run one part after the other, those of Python first, then those of which ccache has most

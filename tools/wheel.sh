@@ -17,7 +17,7 @@ repair_wheel() {
 # An environment that has nothing but the wheel and torch, and no compiler on its path.
 try_wheel() {
   local venv=$root/build/wheel/venv torch
-  torch=$(grep '^torch==' requirements/dev.txt)
+  torch=$(grep '^torch==' requirements/demo.txt)
   "$(find_python)" -m venv "$venv" &&
     "$venv/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off \
       dist/*.whl "$torch" || return
