@@ -34,10 +34,15 @@ def make_parser() -> argparse.ArgumentParser:
         description="An emulated cluster on this machine: does it help on your network?",
     )
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    form = Defaults
 
-    race = commands.add_parser(
-        "race", help="measure the time of a step with each method", formatter_class=form
+    race = _add_command(
+        commands,
+        "race",
+        "measure the time of a step with each method",
+        "Measures what a training step costs with each method on an emulated slow network: its "
+        "time and the bytes that a host sends. Prints a verdict and tables, and writes "
+        "results.json and a page with charts.",
+        "topreduce lab race --rate 50mbit --methods noop,dense,auto",
     )
     _add_network(race)
     _add_workload(race)
@@ -69,8 +74,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_output(race)
 
-    train = commands.add_parser(
-        "train", help="train with each method: loss against time and bytes", formatter_class=form
+    train = _add_command(
+        commands,
+        "train",
+        "train with each method: loss against time and bytes",
+        "Trains a model with each method on an emulated slow network, after a short race, and "
+        "measures how long each takes to reach the loss that dense ends with. Prints a verdict and "
+        "tables, and writes results.json and a page with charts.",
+        "topreduce lab train --rate 50mbit --methods dense,auto --seeds 3",
     )
     _add_network(train)
     _add_workload(train)
@@ -130,7 +141,14 @@ def make_parser() -> argparse.ArgumentParser:
     _add_output(train)
     train.set_defaults(then=[], device="cpu", backend="gloo")
 
-    shown = commands.add_parser("report", help="make one page from one or several results.json")
+    shown = _add_command(
+        commands,
+        "report",
+        "make one page from one or several results.json",
+        "Shows what races and trainings measured, several side by side: prints verdict and tables, "
+        "and writes a page with charts.",
+        "topreduce lab report a/results.json b/results.json --out both.html",
+    )
     shown.add_argument("files", nargs="+", type=Path, metavar="results.json")
     shown.add_argument("--out", type=Path, default=Path("report.html"), help="page to write")
     shown.add_argument("--json", action="store_true", help="print all numbers as JSON")
@@ -140,11 +158,34 @@ def make_parser() -> argparse.ArgumentParser:
         help="print a Markdown table for each file, and write no page",
     )
 
-    drawn = commands.add_parser("plot", help="draw loss against seconds as an SVG file")
+    drawn = _add_command(
+        commands,
+        "plot",
+        "draw loss against seconds as an SVG file",
+        "Draws the loss of a training against seconds, with a line for each method, as an SVG "
+        "file for a README or a paper.",
+        "topreduce lab plot a/results.json --out loss.svg",
+    )
     drawn.add_argument("file", type=Path, metavar="results.json", help="results of a training")
     drawn.add_argument("--out", type=Path, default=Path("loss.svg"), help="picture to write")
     drawn.set_defaults(json=False)
     return parser
+
+
+def _add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    summary: str,
+    description: str,
+    example: str,
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=f"example: {example}",
+        formatter_class=Defaults,
+    )
 
 
 def _add_network(parser: argparse.ArgumentParser) -> None:
