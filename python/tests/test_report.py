@@ -1,7 +1,9 @@
 """The report: opened in a real browser, which measures what it has drawn."""
 
 import html
+import io
 import json
+import math
 import re
 import runpy
 import shutil
@@ -10,17 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from topreduce.lab.experiments.race import STAGES, RaceRow
 from topreduce.lab.experiments.runs import Network
 from topreduce.lab.experiments.train import Evaluation, TrainRun
 from topreduce.lab.report import page as report
 from topreduce.lab.report.markdown import markdown
-from topreduce.lab.report.names import in_words
+from topreduce.lab.report.names import in_words, maker
 from topreduce.lab.report.plot import best_settings, loss_plot
 from topreduce.lab.report.results import Results, load, named, save
 from topreduce.lab.report.svg import Bar, Series, bar_chart, line_chart
-from topreduce.lab.report.tables import grids
+from topreduce.lab.report.tables import grids, rich_table
 from topreduce.lab.report.verdict import verdict
 
 BROWSER = "chromium"
@@ -37,14 +40,16 @@ FLAGS = [
 ]
 
 # What the browser found: texts outside of their picture, texts on top of each other, lines and
-# bars of no size, a page wider than the window, colours of text and paper.
+# bars of no size, colours that a chart or its legend has and the other has not, a page wider than
+# the window, colours of text and paper.
 MEASURE = """
 <script>
 const inside = (a, b) => a.left >= b.left - 1 && a.right <= b.right + 1 && a.top >= b.top - 1
   && a.bottom <= b.bottom + 1;
 const over = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1
   && b.top < a.bottom - 1;
-const found = {charts: 0, outside: [], overlapping: [], empty: 0, lines: 0, bars: 0};
+const found = {charts: 0, outside: [], overlapping: [], empty: 0, lines: 0, bars: 0, legends: 0,
+  unnamed: [], absent: []};
 for (const chart of document.querySelectorAll("svg")) {
   found.charts += 1;
   const frame = chart.getBoundingClientRect();
@@ -59,6 +64,22 @@ for (const chart of document.querySelectorAll("svg")) {
     if (!(line.getTotalLength() > 0)) found.empty += 1;
   }
   found.bars += chart.querySelectorAll("rect").length;
+  const named = new Set();
+  for (let next = chart.nextElementSibling; next && next.matches(".legend");
+      next = next.nextElementSibling) {
+    found.legends += 1;
+    for (const swatch of next.querySelectorAll("i"))
+      named.add(getComputedStyle(swatch).borderTopColor);
+  }
+  const lines = [...chart.querySelectorAll("path.line")].map(line => getComputedStyle(line).stroke);
+  const bars = [...chart.querySelectorAll("rect.fill")];
+  const drawn = new Set([...lines, ...bars.map(bar => getComputedStyle(bar).fill)]);
+  const seen = new Set([...lines, ...bars.filter(bar => bar.getAttribute("width") >= 1).map(
+    bar => getComputedStyle(bar).fill)]);
+  if (named.size) {
+    found.unnamed.push(...[...seen].filter(colour => !named.has(colour)));
+    found.absent.push(...[...named].filter(colour => !drawn.has(colour)));
+  }
 }
 found.wide = document.documentElement.scrollWidth > window.innerWidth;
 found.loaded = performance.getEntriesByType("resource").length;
@@ -138,21 +159,67 @@ def test_results_survive_the_round_trip(results: Results, tmp_path: Path) -> Non
 
 
 def test_every_ratio_stands_beside_what_it_is_made_of(results: Results) -> None:
-    race, _, training = grids(results)
-    assert list(race.rows[3]) == [LONG, "460", "423 - 497", "1.10", "0.400", "2.900"]
-    assert list(race.rows[1])[:2] == ["noop (A/A)", "430"]
+    training, race, _ = grids(results)
+    assert list(race.rows[3]) == [LONG, "topreduce", "460", "423 - 497", "1.10", "0.400", "2.900"]
+    assert list(race.rows[1])[:3] == ["noop (A/A)", "-", "430"]
     ours = dict(zip(training.headings, training.rows[1], strict=True))
     assert ours["method"] == LONG
-    assert ours["s to the loss"] == "30 / 30 / 30"
-    assert ours["dense / this"] == "10.80 (10.80 - 10.80)"
-    assert ours["steps to it"] == "60 / 60 / 60"
-    assert (ours["trained"], ours["loss then"]) == ("60", "2.710")
+    assert ours["seconds to the loss"] == "30 / 30 / 30"
+    assert ours["times as fast as dense"] == "10.80 (10.80 - 10.80)"
+    assert ours["steps to the loss"] == "60 / 60 / 60"
+    assert (ours["steps in all"], ours["loss at the end"]) == ("60", "2.710")
+    assert training.title == "Training to a loss of 2.700 / 2.710 / 2.720 (4 hosts at 100 Mb/s)"
+
+
+def test_every_heading_is_explained(results: Results) -> None:
+    training, race, stages = grids(results)
+    for grid, plain in ((training, {"method", "by", "ms/step"}), (race, {"method", "by"})):
+        notes = " ".join(grid.notes)
+        for heading in {*grid.headings} - plain:
+            first, _, of = heading.partition(" to ")
+            word = re.escape(first.removesuffix(" as dense"))
+            assert re.search(rf"(?<!\w){word}(?!\w)", notes), heading
+            assert not of or "to the loss: " in notes
+    notes = " ".join(stages.notes)
+    for row in stages.rows:
+        assert re.search(rf"\b{row[0]}(, unpack)?: ", notes), row[0]
+
+
+def test_whose_a_method_is_stands_beside_it(results: Results) -> None:
+    labels = ["noop", "dense", "powersgd:4", "diloco:30", "topreduce.dense", "auto", "a: topk"]
+    specs = [label.removeprefix("a: ") for label in labels]
+    makers = ["-", "PyTorch", "PyTorch", "the lab", *["topreduce"] * 3]
+    assert [maker(spec) for spec in specs] == makers
+    runs = [
+        replace(run(label, 0, 1.0), spec=spec) for label, spec in zip(labels, specs, strict=True)
+    ]
+    rows = [
+        replace(row(label, 1.0, 1e6), spec=spec) for label, spec in zip(labels, specs, strict=True)
+    ]
+    shown = replace(results, runs=runs, race=rows)
+    for grid in grids(shown):
+        assert [(each[0], each[1]) for each in grid.rows] == list(zip(labels, makers, strict=True))
+    page = report.page([shown])
+    assert page.count('<tr class="ours">') == 2 * 3, "in both tables"
+    assert len(re.findall(r'<path class="line s\d ours"', page)) == 2 * 3, (
+        "in both charts of losses"
+    )
+    assert len(re.findall(r'<text class="name"', page)) == 2 * 3, "in both charts of steps"
+    (first, *_) = re.findall(r'<ul class="legend">.*?</ul>', page)
+    assert re.findall(r"</i>(.*?)</li>", first) == labels[4:]
+    assert first.startswith('<ul class="legend"><li><b>topreduce</b></li>')
+    console = Console(width=110, file=io.StringIO(), force_terminal=True)
+    console.print(rich_table(grids(shown)[0]))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    bold = [any(re.search(rf"\x1b\[1m{label} *\x1b", line) for line in lines) for label in labels]
+    assert bold == [made == "topreduce" for made in makers]
 
 
 def test_the_answer_comes_first(results: Results) -> None:
     worth = verdict(results)
     assert worth == (
-        f"Worth it, 10.8 times as fast as dense: {LONG} reaches the loss in 30 s, dense 324 s."
+        f"Worth it, 10.8 times as fast as dense: {LONG} reaches a loss of 2.710 in 30 s, "
+        "dense 324 s."
     )
     assert report.page([results]).index(worth) < report.page([results]).index("<svg")
 
@@ -163,7 +230,7 @@ def test_the_answer_comes_first(results: Results) -> None:
     quick = row("bf16", 0.3, 3e7)
     assert verdict(replace(race, race=[*race.race, quick])) == (
         f"Not worth it, 11.7 times as fast as dense, but not the best: {step}; bf16, the best of "
-        "PyTorch's own, 300 ms."
+        "the others, 300 ms."
     )
     near = row("bf16", 0.47, 3e7)
     assert verdict(replace(race, race=[*race.race, near])).startswith("No clear gain over bf16, ")
@@ -182,14 +249,15 @@ def test_the_answer_comes_first(results: Results) -> None:
 
     never = [replace(each, evaluations=each.evaluations[:2]) for each in results.runs_of(LONG)]
     late = replace(results, runs=[*results.runs_of("dense"), *never])
-    assert verdict(late) == f"Not worth it: {LONG} did not reach the loss of dense."
+    assert verdict(late) == f"Not worth it: {LONG} did not reach a loss of 2.710."
+    assert verdict(replace(results, runs=results.runs_of(LONG))) == "", "there is no loss to reach"
 
 
 def test_a_training_that_is_too_short_says_so(results: Results) -> None:
-    (note,) = (each for each in grids(results)[2].notes if "warm-up and ramp take" in each)
+    (note,) = (each for each in grids(results)[0].notes if "warm-up and ramp take" in each)
     assert note.startswith(f"{LONG} trained for 60 steps, and its warm-up and ramp take 110")
     enough = [replace(each, spec=f"{LONG},ramp_steps=50") for each in results.runs]
-    assert not any("warm-up" in each for each in grids(replace(results, runs=enough))[2].notes)
+    assert not any("warm-up" in each for each in grids(replace(results, runs=enough))[0].notes)
 
 
 def test_bars_end_where_their_words_say(results: Results) -> None:
@@ -242,8 +310,8 @@ def test_the_page_draws_how_a_density_was_found(results: Results) -> None:
     shown = report.page([searched])
     assert "How the density was found" in shown
     assert "auto: 0.06; settled: waits 3 % of a step." in shown
-    assert "part of the step that was waited against step" in shown
-    _, stages, _ = grids(searched)
+    assert "part of the step that was waited against step of the race" in shown
+    *_, stages = grids(searched)
     assert ["level", "as set", "0.06"] in [list(each) for each in stages.rows]
     assert "How the density was found" not in report.page([results])
 
@@ -257,12 +325,12 @@ def test_tables_and_page_name_the_delay(results: Results) -> None:
     words = Network(rates=[1e8] * 4, delay=0.015).words()
     assert words == "4 hosts at 100 Mb/s, 15 ms one way"
     delayed = replace(results, network=words, delay=0.015, late=0.001)
-    race, _, training = grids(delayed)
+    training, race, _ = grids(delayed)
     assert words in race.title and words in training.title
     assert any("held back for 15 ms" in note and "0.1 %" in note for note in race.notes)
     assert not any("too busy" in note for note in race.notes)
-    assert any("too busy" in note for note in grids(replace(delayed, late=0.2))[0].notes)
-    assert not any("held back" in note for note in grids(results)[0].notes)
+    assert any("too busy" in note for note in grids(replace(delayed, late=0.2))[1].notes)
+    assert not any("held back" in note for note in grids(results)[1].notes)
     assert words in report.page([delayed])
 
 
@@ -283,6 +351,67 @@ def test_charts_leave_out_what_has_no_place() -> None:
     assert line_chart("x", "y", [Series("s", upwards, 0)], "linear", "log").count("L") == 1
     assert bar_chart("x", [Bar("a", [(0, 0.0)], "none")], "log") == ""
     assert "<script" not in line_chart("x", "y", [Series("<script>", points, 0)], "linear")
+
+
+@pytest.fixture
+def bad(results: Results) -> Results:
+    """One method is lost for a while, another from its first step on, and one soon reached."""
+    fine, high, lost = (run(label, 0, 5.0) for label in ("dense", "bf16", "fp16"))
+    early = [replace(each, loss=4.2 + 8 * each.step) for each in high.evaluations[:3]]
+    high = replace(high, evaluations=[*early, *high.evaluations[3:]])
+    high.evaluations.append(replace(high.evaluations[-1], loss=math.inf))
+    ends = [4.2, 1e3, math.nan, 1e6, 9.0, 8.0, 7.0]
+    evaluations = [
+        replace(each, loss=loss) for each, loss in zip(lost.evaluations, ends, strict=True)
+    ]
+    lost = replace(lost, evaluations=evaluations)
+    reached = run("auto", 0, 5.0, "ours")
+    reached = replace(reached, evaluations=reached.evaluations[:1], density=[])
+    return replace(results, clock="real", runs=[fine, high, lost, reached])
+
+
+def test_losses_of_one_method_do_not_press_the_others_together(bad: Results) -> None:
+    drawn = report.page([bad])
+    chart = drawn[drawn.index("loss on held-out data against seconds") :]
+    chart = chart[: chart.index("</svg>")]
+    lines = dict(re.findall(r'<path class="line[^"]*" d="([^"]*)"><title>(.*?)</title>', chart))
+    lines = {label: path for path, label in lines.items()}
+    assert list(lines) == ["dense", "bf16"]
+    frame = [float(y) for y in re.findall(r'class="grid" d="M[\d.]+ ([\d.]+)V', chart)]
+    heights = {
+        label: [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", path)]
+        for label, path in lines.items()
+    }
+    assert min(map(min, heights.values())) == frame[0], "nothing is drawn above"
+    assert max(heights["dense"]) - min(heights["dense"]) > 250, "the fall has its room"
+    assert lines["bf16"].count("M") == 2, "it comes back"
+    said = "Losses above 4.2 are cut off: those of the first steps, and later ones of bf16, fp16."
+    assert said in drawn
+    assert "and later ones of dense in bf16, dense in fp16." in loss_plot(bad)
+    assert "cut off" not in report.page([replace(bad, runs=[flat(bad.runs[0])])])
+
+
+def flat(trained: TrainRun) -> TrainRun:
+    return replace(trained, evaluations=[replace(each, loss=3.0) for each in trained.evaluations])
+
+
+def test_the_loss_to_reach_is_never_cut_off(bad: Results) -> None:
+    drawn = report.page([replace(bad, target_loss=30.0)])
+    assert "to reach: 30.000" in drawn and "Losses above 30 are cut off" in drawn
+
+
+def test_legends_name_what_is_drawn(bad: Results, results: Results, tmp_path: Path) -> None:
+    for shown, legends in ((bad, 1 + 1 + 1 + 2), (results, 2 + 2 + 1 + 3)):
+        found = look(report.page([shown]), tmp_path)
+        assert found["legends"] == legends
+        assert found["unnamed"] == found["absent"] == []
+    page = report.page([results])
+    parts = page[page.index("milliseconds per step") :]
+    parts = parts[: parts.index("</ul>")]
+    assert re.findall(r"</i>(.*?)</li>", parts) == ["compute", "averaging by PyTorch"]
+    assert "averaging: network" in report.page(
+        [replace(results, race=[each for each in results.race if each.label != "dense"])]
+    )
 
 
 def look(page: str, folder: Path, *flags: str) -> dict[str, object]:
@@ -319,6 +448,7 @@ def test_a_browser_draws_the_page(results: Results, tmp_path: Path, flag: str, p
     assert found["bars"] == 1 + 1 + 2 + 7
     assert found["outside"] == found["overlapping"] == []
     assert found["empty"] == found["loaded"] == 0
+    assert found["unnamed"] == found["absent"] == []
     assert not found["wide"]
     assert found["paper"] == paper
     assert "&lt;b&gt;&amp; not" in page
@@ -402,12 +532,12 @@ def test_the_table_of_a_readme(compared: Results) -> None:
         "Training on the real clock: gpt:10m, 10,700,000 parameters, 4 hosts"
     )
     assert "A/A 1.02" in lines[0] and "2026-11-17" in lines[0]
-    assert lines[2].startswith("| method | s to the loss | dense / this |")
-    assert lines[4] == "| dense (DDP) | 324 | 1.00 | 324.0 | 60 | 60 | 2.700 | 5400 |"
-    assert lines[9] == "| topk 1 % | 276 | 1.17 | 276.0 | 60 | 60 | 2.700 | 4600 |"
+    assert lines[2].startswith("| method | by | seconds to the loss | times as fast as dense |")
+    assert lines[4] == "| dense (DDP) | PyTorch | 324 | 1.00 | 324.0 | 60 | 60 | 2.700 | 5400 |"
+    assert lines[9] == "| topk 1 % | topreduce | 276 | 1.17 | 276.0 | 60 | 60 | 2.700 | 4600 |"
     assert lines[-3:] == ["```", "topreduce lab train --methods '<all>'", "```"]
     race = markdown(replace(compared, runs=[]))
-    assert race.startswith("Steps: gpt:10m") and "| dense (DDP) | 5400 |" in race
+    assert race.startswith("Steps: gpt:10m") and "| dense (DDP) | PyTorch | 5400 |" in race
 
     long = markdown(replace(compared, command="topreduce " + "--word " * 30)).splitlines()
     assert max(map(len, long[-4:])) <= 100 and long[-3].endswith(" \\")

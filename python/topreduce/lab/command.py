@@ -75,11 +75,7 @@ def publish(console: Console, results: Results, folder: Path) -> Path:
     """Answer and tables on the terminal, results.json and report.html in the folder; returns the
     page.
     """
-    console.print(verdict(results), style="bold", highlight=False)
-    for grid in grids(results):
-        console.print(rich_table(grid))
-        console.print("\n".join(grid.notes), style="dim", highlight=False)
-        console.print()
+    _show(console, results)
     save(results, folder / RESULTS)
     page = folder / "report.html"
     page.write_text(report.page([results]))
@@ -146,9 +142,7 @@ def _report(asked: argparse.Namespace, console: Console) -> None:
         names = _names(files)
         several = [named(each, name) for each, name in zip(several, names, strict=True)]
     for results in several:
-        console.print(verdict(results), style="bold", highlight=False)
-        for grid in grids(results):
-            console.print(rich_table(grid))
+        _show(console, results)
     page: Path = asked.out / "report.html" if asked.out.is_dir() else asked.out
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(report.page(several))
@@ -171,6 +165,16 @@ def _names(files: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [f"{number}" for number, _ in enumerate(files, 1)]
+
+
+def _show(console: Console, results: Results) -> None:
+    """The answer, and the tables with their notes."""
+    if told := verdict(results):
+        console.print(told, style="bold", highlight=False)
+    for grid in grids(results):
+        console.print(rich_table(grid))
+        console.print("\n".join(grid.notes), style="dim", highlight=False)
+        console.print()
 
 
 def _finish(asked: argparse.Namespace, console: Console, results: Results, folder: Path) -> None:

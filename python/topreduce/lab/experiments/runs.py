@@ -22,7 +22,14 @@ from topreduce.lab.experiments.race import (
     race_rows,
     with_again,
 )
-from topreduce.lab.experiments.train import Progress, TrainOptions, TrainRun, in_order, train_rank
+from topreduce.lab.experiments.train import (
+    REFERENCE,
+    Progress,
+    TrainOptions,
+    TrainRun,
+    in_order,
+    train_rank,
+)
 from topreduce.lab.network.cluster import Host, Place, Rate, cluster_and_relay, obstacle, rate_words
 from topreduce.lab.network.namespaces import ClusterError
 from topreduce.lab.network.relay import Relay
@@ -228,6 +235,10 @@ def _train(
         def show(news: Progress | TrainRun) -> None:
             if isinstance(news, TrainRun):
                 runs.append(news)
+                if news.label == REFERENCE and options.target_loss is None:
+                    ended = f"{labels[news.label, news.seed]} ended at a loss of"
+                    goal = f"{ended} {news.final_loss:.3f}: the loss to reach"
+                    console.print(goal, highlight=False, soft_wrap=True)
                 return next_run(runs)
             done = min(100, int(100 * news.share))
             label = labels[news.label, news.seed]

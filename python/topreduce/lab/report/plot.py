@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from topreduce.lab.experiments.methods import AGAIN, Method
-from topreduce.lab.experiments.train import TrainRun
-from topreduce.lab.report.names import in_words
+from topreduce.lab.experiments.methods import AGAIN
+from topreduce.lab.report.losses import cut_words, to_reach, top
+from topreduce.lab.report.names import in_words, is_ours
 from topreduce.lab.report.picture import picture
 from topreduce.lab.report.results import Results, mean
 from topreduce.lab.report.svg import Series, line_chart
 
-_FIRST_SHARE = 0.04  # of the seconds: losses that only stood before it need no room
 _CLOCKS = {
     "real": "Real clock: seconds that passed on the emulated network; evaluations do not count.",
     "race": "Clock of a race: trained without the limit, each step takes what it took in a race.",
@@ -29,13 +27,13 @@ def loss_plot(results: Results) -> str:
     labels = best_settings(results)
     left_out = [label for label in results.labels() if label not in labels and AGAIN not in label]
     runs = [run for label in labels for run in results.runs_of(label)]
-    top = _top(runs)
+    highest = top(runs)
     series = [
         Series(
             in_words(run.label),
-            _below(top, [(each.seconds, each.loss) for each in run.evaluations]),
+            [(each.seconds, each.loss) for each in run.evaluations],
             labels.index(run.label),
-            ours=Method(run.label, run.spec).is_ours,
+            ours=is_ours(run.spec),
         )
         for run in runs
     ]
@@ -46,19 +44,15 @@ def loss_plot(results: Results) -> str:
         "linear",
         levels=to_reach(results),
         names="at lines",
+        top=highest,
     )
     model, parameters = results.workload["model"], runs[0].parameters
-    notes = [_CLOCKS[results.clock], _place(results)]
+    notes = [_CLOCKS[results.clock], *cut_words(runs, highest, in_words)]
     if left_out:
-        notes.insert(1, f"Not drawn, since slower: {', '.join(map(in_words, left_out))}.")
+        notes.append(f"Not drawn, since slower: {', '.join(map(in_words, left_out))}.")
+    notes.append(_place(results))
     title = f"Loss against seconds: {model}, {parameters / 1e6:.3g} M parameters, {results.network}"
     return picture(title, chart, notes=notes)
-
-
-def to_reach(results: Results) -> list[tuple[str, float]]:
-    """The loss to reach, if there is one, as a line across."""
-    aim = results.aim()
-    return [] if aim is None else [(f"to reach: {aim:.3f}", aim)]
 
 
 def best_settings(results: Results) -> list[str]:
@@ -89,24 +83,3 @@ def _place(results: Results) -> str:
     facts = results.machine
     versions = f"topreduce {facts['topreduce']}, torch {facts['torch']}"
     return f"{results.date[:10]}, {facts['processor']}, {facts['cores']} cores; {versions}."
-
-
-def _top(runs: Sequence[TrainRun]) -> float:
-    """The highest loss that gets room: the first fall is the same for all, and steep."""
-    start = _FIRST_SHARE * max(run.evaluations[-1].seconds for run in runs)
-    return max(
-        next((each.loss for each in run.evaluations if each.seconds >= start), run.final_loss)
-        for run in runs
-    )
-
-
-def _below(top: float, points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """From where the line comes below `top` for the first time."""
-    for number, (x, y) in enumerate(points):
-        if y <= top:
-            if number == 0:
-                return points
-            before_x, before_y = points[number - 1]
-            share = (before_y - top) / (before_y - y)
-            return [(before_x + share * (x - before_x), top), *points[number:]]
-    return []

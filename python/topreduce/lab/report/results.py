@@ -85,9 +85,10 @@ def load(file: Path) -> Results:
 
 
 def named(results: Results, name: str) -> Results:
-    """The same with a name before each method, to tell runs apart that stand side by side."""
+    """With a name before network and methods, to tell runs apart that stand side by side."""
     return replace(
         results,
+        network=f"{name}: {results.network}",
         race=[replace(row, label=f"{name}: {row.label}") for row in results.race],
         runs=[replace(run, label=f"{name}: {run.label}") for run in results.runs],
     )

@@ -13,7 +13,7 @@ from topreduce.lab.report.palette import COLOURS
 WIDTH, HEIGHT = 680, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 12, 46
 _BAR, _BAR_GAP, _NAMES = 20, 12, 240
-_LONGEST_NAME = 30  # characters that fit there
+_LONGEST_NAME, _END_OF_NAME = 28, 10  # characters that fit there
 _MOST_TICKS = 7
 _LETTER, _LINE = 7.7, 15.0  # room that a name takes at the end of its line: a letter, the height
 _NEAR = 24.0  # to the edge
@@ -39,6 +39,7 @@ class Bar:
     label: str
     parts: Sequence[tuple[int, float]]
     words: str
+    ours: bool = False  # its name is bold
 
 
 def line_chart(
@@ -49,14 +50,17 @@ def line_chart(
     y_scale: Scale = "linear",
     levels: Sequence[tuple[str, float]] = (),
     names: Literal["elsewhere", "at lines"] = "elsewhere",
+    top: float = math.inf,
 ) -> str:
     """Lines over common axes, and `levels` across, with their names; points that are not finite
-    are left out. `names`: those of the lines stand at their ends, or the caller shows them.
+    are left out, and lines cut off above `top`. `names`: those of the lines stand at their ends, or
+    the caller shows them.
 
     On a logarithmic axis zero is the left edge; points at or below zero cannot be shown upwards.
     """
-    shown = [(each, _finite(each.points, y_scale)) for each in series]
-    ys = [y for _, points in shown for _, y in points] + [level for _, level in levels]
+    finite = [(each, _finite(each.points, y_scale)) for each in series]
+    shown = [(each, points) for each, points in finite if is_drawn(points, top)]
+    ys = [min(y, top) for _, points in shown for _, y in points] + [level for _, level in levels]
     xs = [x for _, points in shown for x, _ in points if x_scale == "linear" or x > 0]
     if not xs:
         return ""
@@ -64,10 +68,13 @@ def line_chart(
         xs.append(0.0)  # so near that it belongs to the picture
     if x_scale == "log":
         xs.append(min(xs) / 2)
-        x_label += " (logarithmic)"
+        zero = (
+            ", the left edge is 0" if any(x <= 0 for _, points in shown for x, _ in points) else ""
+        )
+        x_label += f" (logarithmic{zero})"
     if y_scale == "log":
         y_label += " (logarithmic)"
-    longest = max(len(each.label) for each in series) if names == "at lines" else 0
+    longest = max(len(each.label) for each, _ in shown) if names == "at lines" else 0
     right = WIDTH - _RIGHT - _LETTER * longest
     x_axis = _Axis(min(xs), max(xs), _LEFT, right, x_scale)
     y_axis = _Axis(min(ys), max(ys), HEIGHT - _BOTTOM, _TOP, y_scale)
@@ -80,10 +87,11 @@ def line_chart(
         x = x_axis.place(tick)
         parts.append(f'<path class="grid" d="M{x:.1f} {_TOP}V{HEIGHT - _BOTTOM}"/>')
         parts.append(_text(x, HEIGHT - _BOTTOM + 17, _number(tick), "middle"))
+    edge = y_axis.place(max(ys))
     for each, points in shown:
-        path = "L".join(f"{x_axis.place(x):.1f} {y_axis.place(y):.1f}" for x, y in points)
+        path = _path([(x_axis.place(x), y_axis.place(y)) for x, y in points], edge)
         label = escape(each.label)
-        parts.append(f'<path class="{line_class(each)}" d="M{path}"><title>{label}</title></path>')
+        parts.append(f'<path class="{line_class(each)}" d="{path}"><title>{label}</title></path>')
     for name, level in levels:
         y = y_axis.place(level)
         parts.append(f'<path class="level" d="M{_LEFT} {y:.1f}H{right:.1f}"/>')
@@ -91,7 +99,7 @@ def line_chart(
         below = y + _LINE < HEIGHT - _BOTTOM
         parts.append(_text(_LEFT + 6, y + 13 if below else y - 5, name, "start"))
     if names == "at lines":
-        ends = [(each, points[-1]) for each, points in shown if points]
+        ends = [(each, points[-1]) for each, points in shown]
         places = [(each, x_axis.place(x), y_axis.place(y)) for each, (x, y) in ends]
         parts += _names(places, right)
     middle = (_LEFT + right) / 2
@@ -104,12 +112,31 @@ def line_chart(
     return "\n".join([*parts, "</svg>"])
 
 
+def is_drawn(points: Sequence[tuple[float, float]], top: float = math.inf) -> bool:
+    """Whether a chart that ends at `top` shows anything of this line."""
+    return any(y <= top for _, y in points[1:])
+
+
 def line_class(series: Series) -> str:
     """Of its path."""
     kinds = [f"line s{series.colour % COLOURS}"]
     kinds += ["dashed"] if series.colour >= COLOURS else []
     kinds += ["ours"] if series.ours else []
     return " ".join(kinds)
+
+
+def _path(places: Sequence[tuple[float, float]], edge: float) -> str:
+    """Through the places, without what lies above the edge, where y is smaller."""
+    path, before = "", None
+    for x, y in places:
+        if before is not None and (y < edge) != (before[1] < edge):
+            share = (edge - before[1]) / (y - before[1])
+            crossing = f"{before[0] + share * (x - before[0]):.1f} {edge:.1f}"
+            path += f"L{crossing}" if y < edge else f"M{crossing}"
+        if y >= edge:
+            path += f"{'M' if before is None else 'L'}{x:.1f} {y:.1f}"
+        before = (x, y)
+    return path
 
 
 def _names(ends: Sequence[tuple[Series, float, float]], edge: float) -> list[str]:
@@ -153,7 +180,8 @@ def bar_chart(x_label: str, bars: Sequence[Bar], scale: Scale = "linear") -> str
         parts.append(_text(x, height - _BOTTOM + 17, _number(tick), "middle"))
     for number, (bar, total) in enumerate(zip(bars, totals, strict=True)):
         y = _TOP + _BAR_GAP / 2 + number * (_BAR + _BAR_GAP)
-        parts.append(_text(_NAMES - 8, y + _BAR / 2 + 4, _short(bar.label), "end"))
+        kind = "name" if bar.ours else "tick"
+        parts.append(_text(_NAMES - 8, y + _BAR / 2 + 4, _short(bar.label), "end", kind))
         if scale == "log" and total > 0:
             x, colour = axis.place(total), bar.parts[0][0]
             parts.append(
@@ -228,4 +256,7 @@ def _number(value: float) -> str:
 
 
 def _short(label: str) -> str:
-    return label if len(label) <= _LONGEST_NAME else f"{label[: _LONGEST_NAME - 1]}…"
+    """Its start and its end, where settings and "(A/A)" stand."""
+    if len(label) <= _LONGEST_NAME:
+        return label
+    return f"{label[: _LONGEST_NAME - 1 - _END_OF_NAME]}…{label[-_END_OF_NAME:]}"

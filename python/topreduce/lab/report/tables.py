@@ -14,9 +14,11 @@ from rich.text import Text
 from topreduce.lab.experiments.methods import AGAIN, steps_before_steady
 from topreduce.lab.experiments.race import RaceRow
 from topreduce.lab.experiments.train import Evaluation
+from topreduce.lab.report.names import OURS, THE_LAB, maker
 from topreduce.lab.report.results import Results, mean
 from topreduce.lab.report.verdict import noise
 
+_CELL = 20  # characters of a cell that stand in one line
 _MOST_LATE = 0.05  # of the packets of a network with a delay
 _MOST_NOISE = 0.1  # of a race whose step times are to be a clock
 
@@ -31,26 +33,36 @@ class Grid:
     notes: Sequence[str]
 
 
+def is_ours(row: Sequence[str]) -> bool:
+    """Whether a row tells of a method of ours: its second cell says whose it is."""
+    return row[1] == OURS
+
+
 def grids(results: Results) -> list[Grid]:
-    """All tables that the results have something for."""
+    """All tables that the results have something for, first what the verdict is about."""
     made = []
+    if results.runs:
+        made.append(train_grid(results))
     if results.race:
         made.append(race_grid(results))
     if any(row.stages for row in results.race):
         made.append(stage_grid(results))
-    if results.runs:
-        made.append(train_grid(results))
     return made
 
 
 def rich_table(grid: Grid) -> Group:
     """For a terminal."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(grid.headings[0], overflow="fold", min_width=12)
-    for heading in grid.headings[1:]:
-        table.add_column(heading, justify="right")
+    for heading, *cells in zip(grid.headings, *grid.rows, strict=True):
+        name = heading == grid.headings[0]
+        table.add_column(
+            heading,
+            justify="left" if name else "right",
+            overflow="fold",
+            min_width=min(max(map(len, cells)), _CELL),
+        )
     for row in grid.rows:
-        table.add_row(*row)
+        table.add_row(*row, style="bold" if is_ours(row) else None)
     return Group(Text(grid.title, style="italic"), table)
 
 
@@ -62,6 +74,7 @@ def race_grid(results: Results) -> Grid:
         rows.append(
             [
                 row.label,
+                maker(row.spec),
                 f"{1e3 * row.median:.0f}",
                 f"{1e3 * low:.0f} - {1e3 * high:.0f}",
                 f"{row.median / first.median:.2f}",
@@ -70,11 +83,12 @@ def race_grid(results: Results) -> Grid:
             ]
         )
     notes = [
-        "ms/step: median, from the first rank's start to the last rank's end; beside it the middle "
-        "80 %.",
+        "ms/step: median, from the first rank's start to the last rank's end. middle 80 %: in "
+        f"milliseconds. times {first.label}: how many times as long as a step of {first.label}.",
         "MB/step: what a host sent at its network interface, headers included; with --local all "
         "ranks share the loopback interface, and each counts an equal part of its bytes.",
-        "loss: of the training, in the last steps of the race; noop averages nothing at all."
+        "training loss: in the last steps of the race; noop averages nothing at all, and methods "
+        "that find their density have made more steps."
         if results.workload.get("compute") is None
         else "Ranks wait instead of computing, and their gradients are noise: no loss.",
     ]
@@ -83,8 +97,16 @@ def race_grid(results: Results) -> Grid:
     if any(AGAIN in row.label for row in results.race):
         notes.append("The A/A row is the first method a second time: what it differs by is noise.")
     return Grid(
-        f"Step time, {results.network}, {first.parameters:,} parameters",
-        ["method", "ms/step", "80 % within", f"times {first.label}", "MB/step", "loss"],
+        f"Step time ({results.network}, {first.parameters:,} parameters)",
+        [
+            "method",
+            "by",
+            "ms/step",
+            "middle 80 %",
+            f"times {first.label}",
+            "MB/step",
+            "training loss",
+        ],
         rows,
         notes,
     )
@@ -109,12 +131,15 @@ def stage_grid(results: Results) -> Grid:
         ["energy", *(_percent(row.stats["kept_energy"]) for row in ours)],
     ]
     return Grid(
-        "Our methods by stage, means of a step",
+        "Our methods by stage, means over the steps",
         ["stage", *(row.label for row in ours)],
         rows,
         [
-            "Stages run beside the backward pass; waited: how long backward() had to wait for them "
-            "in the end; hidden: share of the exchanges that was over by then.",
+            "look: a pass over gradient and what is owed. choose: which entries to send. pack: "
+            "they become bytes. network: messages are under way. unpack: bytes become sums. "
+            "commit: the mean goes to the gradients, the rest to what is owed.",
+            "Stages run beside the backward pass. waited: how long backward() had to wait for them "
+            "in the end. hidden: share of the exchanges that was over by then.",
             "rounds: collectives, one after the other. level: the density that was found, or the "
             "format if everything is sent. sent: share of the entries. energy: share of the "
             "squared norm of owed + gradient that was delivered.",
@@ -125,6 +150,7 @@ def stage_grid(results: Results) -> Grid:
 def train_grid(results: Results) -> Grid:
     losses = {run.seed: results.target(run.seed) for run in results.runs}
     rows = []
+    first = results.labels()[0]
     reference: dict[int, Evaluation] = {}
     for label in results.labels():
         runs = results.runs_of(label)
@@ -144,6 +170,7 @@ def train_grid(results: Results) -> Grid:
         rows.append(
             [
                 label,
+                maker(runs[0].spec),
                 _over(found, everyone, [_seconds(each.seconds) for each in found]),
                 _range(ratios) if everyone and ratios else "-",
                 _over(found, everyone, [_megabytes(each.bytes_sent) for each in found]),
@@ -154,9 +181,9 @@ def train_grid(results: Results) -> Grid:
             ]
         )
     again = any(label.endswith(AGAIN) for label in results.labels())
-    aims = ", ".join(f"{loss:.3f}" for loss in losses.values() if loss is not None)
+    aims = " / ".join(f"{loss:.3f}" for loss in losses.values() if loss is not None)
     clock = (
-        "Trained without the limit; a step takes what it took in the race above, more where it "
+        "Trained without the limit; a step takes what it took in the race, more where it "
         f"sent more (a ramp, an averaging step).{_noise_words(results)}"
         if results.clock == "race"
         else "Seconds are real ones; evaluations do not count."
@@ -164,24 +191,28 @@ def train_grid(results: Results) -> Grid:
     notes = [
         _aim_words(results, aims) + " A dash: not reached.",
         clock,
-        "s, MB and steps to the loss: until it was reached, one number for each seed; the ratio of "
-        "the seconds is their mean, with the smallest and the largest. trained: the steps of the "
-        "whole training, and the loss at its end, mean over the seeds.",
+        f"seconds, MB and steps to the loss: until it was reached. times as fast: seconds of "
+        f"{first}, divided by those of this method. steps in all, loss at the end: of the whole "
+        "training, which may go on after the loss was reached. With several seeds there is a "
+        "number for each, or their mean, of times as fast also the smallest and the largest.",
         "The A/A row of the race shows the noise of a step"
         + ("; here it is dense with other weights and batches." if again else "."),
     ]
+    if any(maker(run.spec) == THE_LAB for run in results.runs):
+        notes.append(f"by {THE_LAB}: not a part of PyTorch, but written here after its paper.")
     notes += _short_words(results)
-    first = results.labels()[0]
+    aim = f" to a loss of {aims}" if aims else ""
     return Grid(
-        f"Training, {results.network}",
+        f"Training{aim} ({results.network})",
         [
             "method",
-            "s to the loss",
-            f"{first} / this",
-            "MB to it",
-            "steps to it",
-            "trained",
-            "loss then",
+            "by",
+            "seconds to the loss",
+            f"times as fast as {first}",
+            "MB to the loss",
+            "steps to the loss",
+            "steps in all",
+            "loss at the end",
             "ms/step",
         ],
         rows,

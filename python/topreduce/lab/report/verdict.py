@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from topreduce.lab.experiments.methods import AGAIN, Method
+from topreduce.lab.experiments.methods import AGAIN
 from topreduce.lab.experiments.race import RaceRow
 from topreduce.lab.experiments.train import REFERENCE, TrainRun
+from topreduce.lab.report.names import is_ours
 from topreduce.lab.report.results import Results, mean
 
 _NEAR = 1.05  # less than that is no gain
@@ -42,6 +43,9 @@ def _of_race(results: Results) -> str:
 
 
 def _of_training(results: Results) -> str:
+    aim = results.aim()
+    if aim is None:
+        return ""
     times, late = [], []
     for label in results.labels():
         runs = results.runs_of(label)
@@ -49,20 +53,23 @@ def _of_training(results: Results) -> str:
         reached = [each for each in seconds if each is not None]
         if len(reached) == len(runs) and _is_plain(runs[0]):
             times.append(_Time(label, runs[0].spec, mean(reached)))
-        elif _is_ours(runs[0].spec):
+        elif is_ours(runs[0].spec):
             late.append(label)
-    if late and not any(_is_ours(each.spec) for each in times):
-        return f"Not worth it: {', '.join(late)} did not reach the loss of {REFERENCE}."
+    if late and not any(is_ours(each.spec) for each in times):
+        return f"Not worth it: {', '.join(late)} did not reach a loss of {aim:.3f}."
     missed = f" {', '.join(late)} did not reach it." if late else ""
-    return _compare(times, results.race, "{ours} reaches the loss in {seconds}", missed)
+    words = f"{{ours}} reaches a loss of {aim:.3f} in {{seconds}}"
+    return _compare(times, results.race, words, missed)
 
 
 def _compare(times: Sequence[_Time], race: Sequence[RaceRow], words: str, missed: str) -> str:
     dense = next((each for each in times if each.spec == REFERENCE), None)
-    ours = [each for each in times if _is_ours(each.spec)]
+    ours = [each for each in times if is_ours(each.spec)]
     if dense is None or not ours:
         return ""
     best = min(ours, key=lambda each: each.seconds)
+    if not best.seconds:  # the loss to reach is that of the untrained model
+        return ""
     gain = dense.seconds / best.seconds
     said = words.format(ours=best.label, seconds=in_words(best.seconds))
     said += f", {REFERENCE} {in_words(dense.seconds)}"
@@ -72,11 +79,11 @@ def _compare(times: Sequence[_Time], race: Sequence[RaceRow], words: str, missed
             f"Too noisy to tell: {said}, but the same method measured twice differs as much (A/A "
             f"{twice:.2f}). Take more --rounds, or a calmer machine.{missed}"
         )
-    others = [each for each in times if not _is_ours(each.spec) and each.spec != "noop"]
+    others = [each for each in times if not is_ours(each.spec) and each.spec != "noop"]
     rival = min(others, key=lambda each: each.seconds)
     beside = "."
     if rival is not dense:
-        beside = f"; {rival.label}, the best of PyTorch's own, {in_words(rival.seconds)}."
+        beside = f"; {rival.label}, the best of the others, {in_words(rival.seconds)}."
     if twice is not None and abs(twice - 1) >= _NOISY:
         beside += f" The machine was not calm: the same method measured twice, A/A {twice:.2f}."
     if gain < _NEAR:
@@ -99,10 +106,6 @@ def _seconds_to_target(results: Results, run: TrainRun) -> float | None:
 def _is_plain(measured: RaceRow | TrainRun) -> bool:
     """Under its own name, and not a method that is measured in another way beside it."""
     return measured.label.endswith(measured.spec)
-
-
-def _is_ours(spec: str) -> bool:
-    return Method(spec, spec).is_ours
 
 
 def in_words(seconds: float) -> str:
