@@ -37,6 +37,10 @@ TEST(Spec, SurvivesTheRoundTrip) {
     EXPECT_EQ(again.settings, full.settings);
     EXPECT_EQ(Reducer(small_model(), full).spec().settings, full.settings) << row;
   }
+  Reducer limited(small_model(), "topk:density=auto,budget_bytes=1000");
+  limited.configure(parse_spec("topk:density=0.2"));  // a budget that waits for the next auto
+  EXPECT_EQ(limited.spec().settings.at("budget_bytes"), "1000");
+  EXPECT_EQ(Reducer(small_model(), limited.spec()).spec().settings, limited.spec().settings);
 }
 
 TEST(Spec, NamesTheMistake) {

@@ -78,6 +78,17 @@ std::string shortest(double value) {
   return {digits, std::to_chars(digits, digits + sizeof digits, value).ptr};
 }
 
+// "1%" or "1 %" as a share, to six digits.
+std::optional<std::string> share_of_percent(std::string_view text) {
+  if (!text.ends_with('%')) return {};
+  const auto number = to_number(text.substr(0, text.find_last_not_of(" %") + 1));
+  if (!number) return {};
+  char digits[32];
+  const auto general = std::chars_format::general;
+  return std::string(digits,
+                     std::to_chars(digits, digits + sizeof digits, *number / 100, general, 6).ptr);
+}
+
 // More than one number: what the steps of another run had.
 bool is_sequence(std::string_view value) {
   if (to_number(value)) return false;
@@ -112,8 +123,11 @@ std::string complaint(const Setting& setting, std::string_view value) {
   const bool fits = number && *number >= setting.low && *number <= setting.high &&
                     !(setting.above_low && *number <= setting.low) &&
                     !(whole && *number != std::floor(*number));
+  if (fits) return {};
+  const auto share = setting.high == 1 ? share_of_percent(value) : std::nullopt;
+  if (share) return "must be a share, not a percentage: write " + *share;
   const bool density = setting.kind == Setting::Kind::density;
-  return fits ? "" : "must be " + range + (density ? ", auto, or a list such as 0.1*20 0.05" : "");
+  return "must be " + range + (density ? ", auto, or a list such as 0.1*20 0.05" : "");
 }
 
 template <class Entry>

@@ -1,6 +1,7 @@
 #include "topreduce/pipeline.h"
 
 #include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <cmath>
 #include <iterator>
@@ -52,13 +53,54 @@ bool matches(std::string_view pattern, std::string_view name) {
   return !name.empty() && pattern[0] == name[0] && matches(pattern.substr(1), name.substr(1));
 }
 
+// The names that fit: the first three, and how many more there are.
+std::string names_like(const Layout& layout, std::string_view pattern) {
+  constexpr int kShown = 3;
+  std::string text;
+  int count = 0;
+  for (const Parameter& parameter : layout.parameters()) {
+    if (!matches(pattern, parameter.name) || ++count > kShown) continue;
+    text += (text.empty() ? "'" : ", '") + parameter.name + "'";
+  }
+  return count > kShown ? text + " and " + std::to_string(count - kShown) + " more" : text;
+}
+
+bool is_in_names(char c) {
+  return std::isalnum(static_cast<unsigned char>(c)) != 0 ||
+         std::string_view("._-/:").find(c) != std::string_view::npos;
+}
+
+// What a pattern that fits nothing may have meant: a name behind that of a wrapper, a part of a
+// name, or a regular expression.
+std::string hint_for(const Layout& layout, const std::string& pattern) {
+  std::string around = "*";
+  for (std::size_t i = 0; i < pattern.size(); ++i) {
+    const char next = i + 1 < pattern.size() ? pattern[i + 1] : '\0';
+    const bool any = pattern[i] == '.' ? next == '*' : pattern[i] == '\\' && next != '.';
+    if (is_in_names(pattern[i]) && !any) {
+      around += pattern[i];
+    } else if (around.back() != '*') {
+      around += '*';
+    }
+    if (any) ++i;
+  }
+  if (around.back() != '*') around += '*';
+  const std::string inner = pattern.substr(pattern.find('.') + 1);
+  const bool wrapped = !inner.starts_with('*') && !names_like(layout, inner).empty();
+  const std::string meant = wrapped ? inner : around;
+  const std::string names = names_like(layout, meant);
+  if (meant != "*" && !names.empty()) return "; did you mean '" + meant + "'? It fits " + names;
+  return "; write names, or patterns in which * stands for anything; there are " +
+         names_like(layout, "*");
+}
+
 std::vector<std::string> dense_patterns(const Layout& layout, const std::string& text) {
   std::istringstream words(text);
   std::vector<std::string> patterns{std::istream_iterator<std::string>(words), {}};
   for (const std::string& pattern : patterns) {
-    const auto fits = [&](const Parameter& parameter) { return matches(pattern, parameter.name); };
-    if (std::ranges::none_of(layout.parameters(), fits)) {
-      throw std::invalid_argument("keep_dense: no parameter is called '" + pattern + "'");
+    if (names_like(layout, pattern).empty()) {
+      throw std::invalid_argument("keep_dense: no parameter is called '" + pattern + "'" +
+                                  hint_for(layout, pattern));
     }
   }
   return patterns;

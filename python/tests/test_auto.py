@@ -63,7 +63,7 @@ def at_once(model: torch.nn.Module, **settings: Any) -> Sync:
 def find_and_repeat(rank: Rank, folder: str) -> None:
     run = Run(rank)
     sync = at_once(run.ddp)
-    assert sync.stats()["method"] == "auto"
+    assert sync.stats() == {}
     with pytest.raises(ValueError, match="after the third"):
         sync.advise()
     steps = 0
@@ -71,6 +71,7 @@ def find_and_repeat(rank: Rank, folder: str) -> None:
         while steps < STEPS or (not sync._reducer.reason.startswith("settled: ") and steps < 100):
             run.train(range(steps, steps + 1))
             steps += 1
+    assert sync.stats()["method"] == "auto"
     found = levels(sync)
     expect_same_everywhere(found)
     assert float(found[-1]) < 0.2, found
@@ -179,16 +180,32 @@ def fixed_parts(rank: Rank) -> None:
         assert spec["warmup_steps"] == "10"
         sync.detach()
     for method, density, limits, words in (
-        ("topk", 0.01, {"budget_bytes": 100}, "^budget_bytes: for density='auto' only, and "),
+        ("topk", 0.01, {"budget_bytes": 100}, "^budget_bytes: for density=auto only, and d"),
         ("topk:density=0.01", None, {"overhead": 0.1, "min_density": 0.1}, "overhead and min_d"),
-        ("topk:density=0.01,max_density=0.1", None, {}, "^max_density: for density='auto' only"),
-        ("topk:budget_bytes=100", 0.01, {}, "^budget_bytes: for density='auto' only"),
+        ("topk:density=0.01,max_density=0.1", None, {}, "^max_density: for density=auto only"),
+        ("topk:budget_bytes=100", 0.01, {}, "^budget_bytes: for density=auto only"),
         ("topk:density=0.01", 0.02, {}, "given twice: in 'topk:density=0.01', and as density=0.02"),
     ):
         with pytest.raises(ValueError, match=words):
             topreduce.torch.attach(run.ddp, method, density=density, **limits)
     with pytest.raises(ValueError, match=r"density=nonsense must be a number in \(0, 1\], auto"):
         topreduce.torch.attach(run.ddp, density="nonsense")
+
+    sync = topreduce.torch.attach(run.ddp, min_density=0.002)
+    sync.configure(density=" 0.1 ")  # the limit of before is no mistake
+    assert sync._reducer.spec["density"] == "0.1"
+    for changes, words in (
+        ({"budget_bytes": 100}, "^budget_bytes: for density=auto only, and density=0.1 is fixed"),
+        ({"density": 0.2, "min_density": 0.1}, "^min_density: .* density=0.2 is fixed"),
+        ({"method": "topk:density=0.2,overhead=0.1"}, "^overhead: .* density=0.2 is fixed"),
+        ({"density": "1%"}, "density=1% must be a share, not a percentage: write 0.01"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sync.configure(**changes)
+    assert sync._reducer.spec["density"] == "0.1"
+    sync.configure(density="auto", budget_bytes=100)
+    sync.configure("topk:density=0.2")
+    assert (sync._reducer.spec["method"], sync._reducer.spec["density"]) == ("topk", "0.2")
 
 
 def test_what_is_named_is_fixed() -> None:

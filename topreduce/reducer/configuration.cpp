@@ -12,9 +12,33 @@
 #include "topreduce/wire/little_endian.h"
 
 namespace topreduce {
+namespace {
+
+// Limits of a search that is not made would be ignored. `given`: in one call. One that gives all
+// settings is the spec of a Reducer, which holds limits in any case.
+void expect_no_idle_limits(const Spec& given, const Pipeline& pipeline) {
+  const bool is_whole = given.settings.size() >= pipeline.spec.settings.size();
+  if (pipeline.rule != Pipeline::Rule::fixed || is_whole) return;
+  std::string limits;
+  for (const char* limit :
+       {"overhead", "ramp_overhead", "min_density", "max_density", "budget_bytes"}) {
+    if (given.settings.contains(limit))
+      limits += (limits.empty() ? "" : " and ") + std::string(limit);
+  }
+  if (limits.empty()) return;
+  throw std::invalid_argument(
+      limits + ": for density=auto only, and density=" + pipeline.spec.settings.at("density") +
+      " is fixed; leave out one of the two");
+}
+
+}  // namespace
 
 Reducer::Impl::Impl(Layout whole, const Spec& method)
     : layout(std::move(whole)), given(method), pipeline(layout, method) {
+  // Without a density this may be a spec for `attach`, which takes auto.
+  const bool sends_everything = pipeline.choice == Choice::everything;
+  if (given.settings.contains("density") || sends_everything)
+    expect_no_idle_limits(given, pipeline);
   describe_run();
   added.assign(layout.count(), 0);
   held.resize(layout.count());
@@ -79,6 +103,7 @@ void Reducer::Impl::configure(const Spec& changes) {
   if (!changes.name.empty()) wanted.name = changes.name;
   for (const auto& [name, value] : changes.settings) wanted.settings[name] = value;
   Pipeline next(layout, with_exchange(wanted, prepared_ranks));
+  expect_no_idle_limits(changes, next);
   const Spec &before = pipeline.spec, &after = next.spec;
   const auto same = [&](std::string_view name) {
     const auto a = before.settings.find(name), b = after.settings.find(name);
