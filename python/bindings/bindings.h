@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <string>
 
 #include <nanobind/nanobind.h>
 
@@ -14,6 +15,11 @@ void bind_layout(nanobind::module_& module);
 void bind_reducer(nanobind::module_& module);
 void bind_stats(nanobind::module_& module);
 void bind_tuning(nanobind::module_& module);
+
+/// An object as an error shows it: briefly.
+std::string shown(nanobind::handle object);
+/// A TypeError: "what, not object".
+nanobind::builtin_exception wrong_type(const std::string& what, nanobind::handle object);
 
 /// Until `wake` is called on a communicator with sockets, or time is up; whether it was called.
 bool wait_for_wake(topreduce::Communicator& comm, std::chrono::nanoseconds most);

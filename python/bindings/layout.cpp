@@ -16,7 +16,11 @@ namespace {
 
 using NameAndShape = std::pair<std::string, std::vector<std::size_t>>;
 
-void make_layout(Layout* self, const std::vector<NameAndShape>& named) {
+void make_layout(Layout* self, const nb::object& given) {
+  std::vector<NameAndShape> named;
+  if (!nb::try_cast(given, named)) {
+    throw wrong_type("Layout: give a list of names and shapes, as in [('weight', (4, 5))]", given);
+  }
   std::vector<Parameter> parameters;
   for (const auto& [name, shape] : named) parameters.push_back({name, shape});
   new (self) Layout(std::move(parameters));
@@ -36,7 +40,14 @@ auto list_of(Field field) {
 void bind_layout(nb::module_& module) {
   nb::class_<Layout>(module, "Layout",
                      "The model's map: every parameter's name and shape, in registration order.")
-      .def("__init__", &make_layout, "parameters"_a)
+      .def("__init__", &make_layout, "parameters"_a.none(),
+           nb::sig("def __init__(self, parameters: collections.abc.Sequence[tuple[str, "
+                   "collections.abc.Sequence[int]]]) -> None"))
+      .def("__repr__",
+           [](const Layout& self) {
+             return "<topreduce.Layout: " + std::to_string(self.count()) + " parameters, " +
+                    std::to_string(self.size()) + " entries>";
+           })
       .def("__len__", &Layout::count)
       .def_prop_ro("names", list_of(&Parameter::name))
       .def_prop_ro("shapes", list_of(&Parameter::shape))

@@ -15,6 +15,17 @@ class NetworkError : public std::exception {};
 
 }  // namespace
 
+std::string shown(nb::handle object) {
+  constexpr std::size_t kMost = 60;
+  const std::string text = nb::repr(object).c_str();
+  if (text.size() <= kMost && text.find('\n') == text.npos) return text;
+  return nb::str(nb::type_name(object.type())).c_str();
+}
+
+nb::builtin_exception wrong_type(const std::string& what, nb::handle object) {
+  return nb::type_error((what + ", not " + shown(object)).c_str());
+}
+
 NB_MODULE(_core, module) {
   nb::set_leak_warnings(false);  // a library does not print, whatever is still alive at exit
   module.doc() = "topreduce's C++ core.";

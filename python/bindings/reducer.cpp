@@ -37,6 +37,18 @@ nb::builtin_exception mistake(const char* caller, const std::string& words) {
   return nb::value_error((std::string(caller) + ": " + words).c_str());
 }
 
+Communicator& communicator_of(const char* caller, const nb::object& object) {
+  if (nb::isinstance<Communicator>(object)) return nb::cast<Communicator&>(object);
+  throw wrong_type(std::string(caller) + ": comm must be a topreduce.Communicator", object);
+}
+
+void expect_named(const char* caller, const nb::args& positional) {
+  if (positional.size() == 0) return;
+  throw nb::type_error((std::string(caller) + ": write settings by name, as in density=0.01, not " +
+                        shown(positional[0]))
+                           .c_str());
+}
+
 std::vector<std::size_t> parameter_numbers(const char* caller, const nb::object& object) {
   std::vector<std::size_t> numbers;
   if (!nb::try_cast(object, numbers)) {
@@ -69,12 +81,36 @@ std::span<float> writable_floats(const char* caller, const nb::handle& object) {
   throw mistake(caller, "the gradient is read-only; the mean is written into it");
 }
 
-Spec with_settings(Spec spec, const nb::kwargs& settings) {
-  for (const auto& [name, value] : settings) {
-    if (value.is_none()) continue;
-    spec.settings.insert_or_assign(nb::cast<std::string>(name), nb::str(value).c_str());
+// As a spec has it; the words of a list with spaces between.
+std::string setting_text(const nb::handle& value) {
+  std::string text;
+  if (nb::isinstance<nb::list>(value) || nb::isinstance<nb::tuple>(value)) {
+    for (const nb::handle each : value) text += std::string(nb::str(each).c_str()) + " ";
+  } else {
+    text = nb::str(value).c_str();
+  }
+  constexpr const char* kBlank = " \t\n";
+  text.erase(text.find_last_not_of(kBlank) + 1);
+  text.erase(0, text.find_first_not_of(kBlank));
+  return text;
+}
+
+Spec with_settings(Spec spec, const std::string& method, const nb::kwargs& settings) {
+  for (const auto& [key, value] : settings) {
+    const std::string name = nb::cast<std::string>(key), text = setting_text(value);
+    if (value.is_none() || name == "method") continue;
+    if (!spec.settings.emplace(name, text).second) {
+      throw std::invalid_argument(name + " is given twice: in '" + method + "', and as " + name +
+                                  "=" + text);
+    }
   }
   return spec;
+}
+
+Spec spec_of(const nb::object& method, const nb::kwargs& settings) {
+  std::string text;
+  if (!nb::try_cast(method, text)) throw wrong_type("method must be a name such as 'topk'", method);
+  return with_settings(topreduce::parse_spec(text), text, settings);
 }
 
 // In a handler: what the exception says.
@@ -90,11 +126,10 @@ std::string current_words() {
 
 // A Reducer that keeps the arrays of an open step, and its communicator, alive.
 struct Owner {
-  Owner(const Layout& layout, std::string_view method, const nb::kwargs& settings)
-      : reducer(layout, with_settings(topreduce::parse_spec(method), settings)) {}
+  Owner(const Layout& layout, const Spec& method) : reducer(layout, method) {}
 
   void begin(nb::object communicator, float loss_scale) {
-    auto& comm = nb::cast<Communicator&>(communicator);
+    Communicator& comm = communicator_of("begin", communicator);
     {
       const nb::gil_scoped_release release;
       reducer.begin(comm, loss_scale);
@@ -119,7 +154,7 @@ struct Owner {
   }
 
   StepStats average(const nb::object& communicator, const nb::object& gradient) {
-    auto& comm = nb::cast<Communicator&>(communicator);
+    Communicator& comm = communicator_of("average", communicator);
     const std::span<float> floats = writable_floats("average", gradient);
     const nb::gil_scoped_release release;
     return reducer.average(comm, floats);
@@ -330,6 +365,13 @@ std::map<std::string, std::string> spec(const Owner& self) {
   return settings;
 }
 
+std::string described(const Owner& self) {
+  const Reducer& reducer = self.reducer;
+  return "<topreduce.Reducer: " + reducer.spec().name + ", next step sends " + reducer.level() +
+         " (" + reducer.reason() + "), " + std::to_string(reducer.layout().size()) +
+         " entries, step " + std::to_string(reducer.step()) + ">";
+}
+
 const char* name_of(RebuildPlan::Role role) {
   switch (role) {
     case RebuildPlan::Role::on_time: return "on_time";
@@ -371,12 +413,27 @@ void bind_reducer(nb::module_& module) {
                     "Averages a model's gradients over the ranks, one step at a time.\n\n"
                     "A step is begin, add for gradients as they become ready, finish; whatever\n"
                     "raises in between leaves what is owed as it was.")
-      .def(nb::init<const Layout&, std::string_view, const nb::kwargs&>(), "layout"_a, "method"_a,
-           "settings"_a,
-           nb::sig("def __init__(self, layout: Layout, method: str, **settings: object) -> None"))
       .def(
-          "agree", [](Owner& self, Communicator& comm) { self.reducer.agree(comm); }, "comm"_a,
-          nb::call_guard<nb::gil_scoped_release>(),
+          "__init__",
+          [](Owner* self, const nb::object& layout, const nb::object& method,
+             const nb::args& positional, const nb::kwargs& settings) {
+            if (!nb::isinstance<Layout>(layout)) {
+              throw wrong_type("Reducer: layout must be a topreduce.Layout", layout);
+            }
+            expect_named("Reducer", positional);
+            new (self) Owner(nb::cast<const Layout&>(layout), spec_of(method, settings));
+          },
+          "layout"_a = nb::none(), "method"_a = nb::none(), "positional"_a, "settings"_a,
+          nb::sig("def __init__(self, layout: Layout, method: str, **settings: object) -> None"))
+      .def("__repr__", &described)
+      .def(
+          "agree",
+          [](Owner& self, const nb::object& communicator) {
+            Communicator& comm = communicator_of("agree", communicator);
+            const nb::gil_scoped_release release;
+            self.reducer.agree(comm);
+          },
+          "comm"_a.none(), nb::sig("def agree(self, comm: Communicator) -> None"),
           "Compare version, model and settings over the ranks; ValueError on all if they differ.")
       .def("commit_with", &Owner::commit_with, "others"_a.none(),
            nb::sig("def commit_with(self, others: Communicator | None) -> None"),
@@ -387,12 +444,12 @@ void bind_reducer(nb::module_& module) {
           nb::sig("def commit_if(self, allows: collections.abc.Callable[[], bool] | None) -> None"),
           "Ask this before a step is committed on this rank; if it says no, `finish` raises "
           "CommError,\nand other ranks may have committed: see `rebuild`. None: nobody is asked.")
-      .def("average", &Owner::average, "comm"_a, "gradient"_a.none(),
+      .def("average", &Owner::average, "comm"_a.none(), "gradient"_a.none(),
            nb::sig("def average(self, comm: Communicator, gradient: "
                    "numpy.typing.NDArray[numpy.float32]) -> StepStats"),
            "A whole step, for gradients that lie in one float32 array in the order of the layout:\n"
            "each becomes the mean over the ranks.")
-      .def("begin", &Owner::begin, "comm"_a, "loss_scale"_a = 1.0f,
+      .def("begin", &Owner::begin, "comm"_a.none(), "loss_scale"_a = 1.0f,
            nb::sig("def begin(self, comm: Communicator, loss_scale: float = 1.0) -> None"),
            "Open a step; gradients come, and leave, multiplied by `loss_scale`; 0 where that is\n"
            "not known.")
@@ -447,16 +504,11 @@ void bind_reducer(nb::module_& module) {
            "'joined' (is out of data), and if means are over all ranks or those 'present'.\n"
            "What no rank used is not delivered.")
       .def("progress", &Owner::progress,
-           "Go on with exchanges whose messages have come, without waiting. Whether more are under "
-           "way.")
+           "Go on with exchanges whose messages have come, without waiting, as `add` does: for "
+           "long\ncomputations between two gradients. Whether more are under way.")
       .def("attend", &Owner::attend,
-           "The same, once in `pace`, until there are none, another thread calls `wake` on the\n"
+           "The same now and then, until there are none, another thread calls `wake` on the\n"
            "communicator, or nothing has come for a while.")
-      .def_prop_ro(
-          "pace", [](const Owner& self) { return self.reducer.pace(); },
-          "Seconds between two calls of `progress`, while gradients come, that suffice: what is "
-          "ready in between\ntravels together. From how long the last step took to bring its "
-          "gradients.")
       .def(
           "verify",
           [](Owner& self, std::uint64_t fingerprint) { self.reducer.verify(fingerprint); },
@@ -496,15 +548,13 @@ void bind_reducer(nb::module_& module) {
           "Go on as if this were the number of the next step; what is owed stays.")
       .def(
           "configure",
-          [](Owner& self, const nb::kwargs& changes) {
-            Spec spec = with_settings({}, changes);
-            if (const auto method = spec.settings.find("method"); method != spec.settings.end()) {
-              spec.name = method->second;
-              spec.settings.erase(method);
-            }
-            self.reducer.configure(spec);
+          [](Owner& self, const nb::args& positional, const nb::kwargs& changes) {
+            expect_named("configure", positional);
+            const nb::object method = changes.get("method", nb::none());
+            self.reducer.configure(method.is_none() ? with_settings({}, "", changes)
+                                                    : spec_of(method, changes));
           },
-          "changes"_a, nb::sig("def configure(self, **changes: object) -> None"),
+          "positional"_a, "changes"_a, nb::sig("def configure(self, **changes: object) -> None"),
           "Change settings, or the method, between steps, the same on all ranks; what is owed "
           "stays.")
       .def(
@@ -520,8 +570,9 @@ void bind_reducer(nb::module_& module) {
           nb::sig("def state(self) -> dict[str, dict[str, typing.Any]]"),
           "Everything that the next step depends on, by parameter name; copies.")
       .def(
-          "load_state", [](Owner& self, const nb::dict& state) { load_state(self.reducer, state); },
-          "state"_a,
+          "load_state",
+          [](Owner& self, const nb::object& state) { load_state(self.reducer, state); },
+          "state"_a.none(),
           nb::sig("def load_state(self, state: dict[str, dict[str, typing.Any]]) -> None"),
           "Take over a state; ValueError, and no change, if it does not fit.")
       .def("owed", &owed, "name"_a,
@@ -535,7 +586,7 @@ void bind_reducer(nb::module_& module) {
       .def_prop_ro("spec", &spec, "Every setting, defaults included, and the method.")
       .def_prop_ro(
           "stats", [](const Owner& self) { return self.reducer.stats(); },
-          "Of the last finished step.")
+          "Of the last finished step; zeros before the first.")
       .def_prop_ro(
           "unused", [](const Owner& self) { return self.reducer.unused(); },
           "Parameters that no rank used in the last finished step: their gradients stayed.")

@@ -73,8 +73,8 @@ std::string shape_text(const std::size_t* extents, std::size_t dimensions) {
 // state that does not fit changes nothing.
 class Loader final : public topreduce::StateVisitor {
  public:
-  Loader(const Layout& layout, nb::dict state, Purpose purpose)
-      : layout_(layout), state_(std::move(state)), purpose_(purpose) {}
+  Loader(const Layout& layout, const nb::object& state, Purpose purpose)
+      : layout_(layout), state_(as_dict(state, "state")), purpose_(purpose) {}
 
   Purpose purpose() const override { return purpose_; }
 
@@ -126,7 +126,7 @@ class Loader final : public topreduce::StateVisitor {
       for (const auto& [key, value] : group(part)) {
         const std::string name = nb::str(key).c_str();
         if (!names.contains(name)) {
-          fail(part + " hold '" + name + "', which this method does not keep");
+          fail(part + " hold '" + name + "', which this method does not keep" + kAnother);
         }
       }
     }
@@ -137,9 +137,14 @@ class Loader final : public topreduce::StateVisitor {
   }
 
  private:
+  static constexpr const char* kAnother =
+      " (a state fits the method, settings and model that it was saved with)";
+
   static nb::object get(const nb::dict& dict, std::string_view key, std::string_view where) {
     const std::string name(key);
-    if (!dict.contains(name.c_str())) fail(std::string(where) + " has no '" + name + "'");
+    if (!dict.contains(name.c_str())) {
+      fail(std::string(where) + " has no '" + name + "'" + kAnother);
+    }
     return dict[name.c_str()];
   }
   static nb::dict as_dict(const nb::object& object, std::string_view name) {
@@ -152,7 +157,7 @@ class Loader final : public topreduce::StateVisitor {
     nb::dict saved = as_dict(get(group(part), name, part), name);
     if (nb::len(saved) != layout_.count()) {
       fail(std::string(name) + " is of " + std::to_string(nb::len(saved)) +
-           " parameters, this model remembers " + std::to_string(layout_.count()));
+           " parameters, this model remembers " + std::to_string(layout_.count()) + kAnother);
     }
     return saved;
   }
@@ -179,7 +184,7 @@ nb::dict save_state(Reducer& reducer) {
   return saver.state;
 }
 
-void load_state(Reducer& reducer, const nb::dict& state) {
+void load_state(Reducer& reducer, const nb::object& state) {
   using Purpose = topreduce::StateVisitor::Purpose;
   for (const auto purpose : {Purpose::check, Purpose::load}) {
     Loader loader(reducer.remembered(), state, purpose);

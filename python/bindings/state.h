@@ -14,4 +14,4 @@ nanobind::object copy_of(std::span<const float> values, const std::vector<std::s
 nanobind::dict save_state(topreduce::Reducer& reducer);
 
 /// Takes it over again; nanobind::value_error, and no change, if it does not fit.
-void load_state(topreduce::Reducer& reducer, const nanobind::dict& state);
+void load_state(topreduce::Reducer& reducer, const nanobind::object& state);

@@ -236,10 +236,12 @@ def test_configure_changes_settings_and_keeps_what_is_owed() -> None:
     assert reducer.density == 0.5
     assert reducer.spec["select"] == "topk"
     assert reducer.owed("weight").tolist() == owed.tolist()
-    for wrong in ({"density": 2}, {"densty": 0.1}, {"feedback": "none"}):
+    for wrong in ({"density": 2}, {"densty": 0.1}, {"feedback": "none"}, {"overhead": 0.1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             reducer.configure(**wrong)
     assert reducer.density == 0.5
+    reducer.configure(method="topk_dsa:density=0.25")
+    assert (reducer.spec["method"], reducer.density) == ("topk_dsa", 0.25)
 
 
 # ---- mistakes -----------------------------------------------------------------------------------
@@ -375,12 +377,23 @@ def test_a_wrong_loss_scale(scale: float) -> None:
         ({"density": 0}, r"density=0 must be a number in \(0, 1\]"),
         ({"density": 1.5}, r"density=1.5 must be a number in \(0, 1\]"),
         ({"density": "much"}, "density=much must be a number"),
+        ({"density": "0.1%"}, "density=0.1% must be a share, not a percentage: write 0.001$"),
+        ({"density": "150 %"}, "density=150 % must be .* write 1.5"),
+        (
+            {"density": 0.1, "max_density": 0.2},
+            "max_density: for density=auto only, and density=0.1",
+        ),
+        ({"seed": "1%"}, "seed=1% must be a whole number"),
         ({"density": np.nan}, "density=nan must be a number"),
         ({"granularity": "layer"}, "granularity=layer must be one of model"),
         ({"values": "int3"}, "values=int3 must be one of auto|fp32"),
         ({"seed": -1}, "seed=-1 must be a whole number"),
         ({"warmup_steps": 1.5}, "warmup_steps=1.5 must be a whole number"),
-        ({"keep_dense": "norm*"}, "no parameter is called 'norm\\*'"),
+        ({"keep_dense": "norm*"}, "no parameter is called 'norm\\*'; write names, or patterns in"),
+        ({"keep_dense": ["weight", "ias"]}, r"'ias'; did you mean '\*ias\*'\? It fits 'bias'$"),
+        ({"keep_dense": r"^.*i\w+$"}, r"did you mean '\*i\*'\? It fits 'weight', 'bias'$"),
+        ({"keep_dense": "module.bias"}, r"'module.bias'; did you mean 'bias'\?"),
+        ({"keep_dense": ".*"}, r"'\.\*'; write names"),
         ({"select": "carryed"}, "unknown select 'carryed'; did you mean 'carried'"),
         ({"select": "carried:gain=2"}, r"gain=2 must be a number in \[0, 1\]"),
         ({"select": "carried:strength=1"}, "'strength'.* known: gain"),
@@ -404,12 +417,92 @@ def test_wrong_methods() -> None:
         Reducer(LAYOUT, "dense", density=0.1)
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: Reducer(LAYOUT, "topk", 0.01),
+            "Reducer: write settings by name, as in density=0.01, not 0.01$",
+        ),
+        (lambda: Reducer(LAYOUT, 0.01), "method must be a name such as 'topk', not 0.01$"),
+        (lambda: Reducer(LAYOUT), "method must be a name such as 'topk', not None$"),
+        (lambda: Reducer(LAYOUT, density=0.1), "method must be a name .* not None$"),
+        (
+            lambda: Reducer([("a", (2,))], "topk"),
+            r"must be a topreduce.Layout, not \[\('a', \(2,\)\)\]$",
+        ),
+        (lambda: Reducer(None, "topk"), "Reducer: layout must be a topreduce.Layout, not None$"),
+        (
+            lambda: Reducer(torch.nn.Linear(9, 9), "topk"),
+            "must be a topreduce.Layout, not .*Linear",
+        ),
+        (
+            lambda: Layout(["weight"]),
+            r"Layout: give .* \[\('weight', \(4, 5\)\)\], not \['weight'\]$",
+        ),
+        (
+            lambda: Layout({"weight": (4, 5)}),
+            r"Layout: give a list of names and shapes, .*, not \{",
+        ),
+        (lambda: Layout([("weight", 20)]), "Layout: give a list of names and shapes, "),
+        (lambda: Layout(None), "Layout: give a list of names and shapes, .*, not None$"),
+        (lambda: used_reducer().begin(None), "begin: comm must be a topreduce.Communicator, not N"),
+        (lambda: used_reducer().average(3, gradient()), "average: comm must be .*, not 3$"),
+        (lambda: used_reducer().agree("gloo"), "agree: comm must be .*, not 'gloo'$"),
+        (lambda: used_reducer().configure("topk"), "configure: write settings by name, .*'topk'$"),
+        (lambda: used_reducer().configure(method=3), "method must be a name .*, not 3$"),
+    ],
+)
+def test_arguments_of_a_wrong_type(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(TypeError, match=words) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_setting_that_is_given_twice() -> None:
+    twice = "density is given twice: in 'topk:density=0.1', and as density=0.2"
+    with pytest.raises(ValueError, match=twice):
+        Reducer(LAYOUT, "topk:density=0.1", density=0.2)
+    with pytest.raises(ValueError, match=twice):
+        used_reducer().configure(method="topk:density=0.1", density=0.2)
+
+
+def test_reducer_and_layout_show_what_they_are() -> None:
+    assert repr(LAYOUT) == "<topreduce.Layout: 3 parameters, 26 entries>"
+    fresh = Reducer(LAYOUT, "topk", density=0.2, warmup_steps=1)
+    words = "<topreduce.Reducer: topk, next step sends {} (as set), 26 entries, step {}>"
+    assert repr(fresh) == words.format("int4", 0)
+    assert repr(used_reducer()) == words.format("0.2", 1)
+
+
+def test_exchanges_go_on_between_gradients() -> None:
+    def body(comm: Communicator) -> tuple[Floats, Floats]:
+        mine, other = gradient(comm.rank), gradient(comm.rank)
+        reducer = Reducer(LAYOUT, "topk", density=0.2, bucket_cap_mb=0)
+        assert not reducer.progress()  # no step is open
+        reducer.begin(comm)
+        for number, part in enumerate(np.split(mine, [20, 25])):
+            reducer.add([number], part)
+            while reducer.progress():
+                pass
+        reducer.finish()
+        whole, _ = run_step(Reducer(LAYOUT, "topk", density=0.2), comm, other, [EVERYTHING])
+        return mine, whole
+
+    for in_parts, whole in run_ranks(2, body):
+        assert in_parts.tolist() == whole.tolist()
+
+
 def test_settings_in_a_spec_and_by_name_are_the_same() -> None:
     by_name = Reducer(LAYOUT, "topk", density=0.1, select="carried:gain=0.2", seed=None)
     in_a_spec = Reducer(LAYOUT, "topk:density=0.1,select=(carried:gain=0.2)")
     assert by_name.spec == in_a_spec.spec
     assert by_name.spec["select"] == "carried:gain=0.2"
     assert by_name.spec["method"] == "topk"
+    for same in (" 0.1\n", "0.1", [0.1], ["0.1"]):
+        assert Reducer(LAYOUT, "topk", density=same).reason == "as set"
+    patterns = (["we*", "scale"], ("we*", "scale"), "we* scale")
+    assert len({Reducer(LAYOUT, "topk", keep_dense=p).spec["keep_dense"] for p in patterns}) == 1
 
 
 @pytest.mark.parametrize("method", METHODS)

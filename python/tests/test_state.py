@@ -158,6 +158,8 @@ def test_the_state_of_another_run_is_refused_both_ways(difference: str) -> None:
     for mine, theirs in ((reducer, other), (other, reducer)):
         with pytest.raises(ValueError, match="nothing was changed"):
             mine.load_state(theirs.state())
+        with pytest.raises(ValueError, match="load_state: state is not a dict"):
+            mine.load_state(None)  # type: ignore[arg-type]
     assert (snapshot(reducer), snapshot(other)) == before
 
 
