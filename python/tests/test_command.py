@@ -57,6 +57,21 @@ def test_one_method(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert not any(f"\n{other}\n" in shown for other in NAMES)
 
 
+@pytest.mark.usefixtures("wide")
+def test_the_density_of_attach_stands_beside_that_of_the_reducer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for method in METHODS:
+        assert main(["methods", method["name"]]) == 0
+        line = next(each for each in capsys.readouterr().out.splitlines() if "  density  " in each)
+        own = method["density"]
+        both = own not in ("auto", "1")
+        assert line.split(maxsplit=1)[1].startswith("attach() takes auto" if both else own)
+        assert line.endswith(f"; Reducer takes {own}") == both
+    (density,) = (each for each in METHODS[0]["settings"] if each["name"] == "density")
+    assert "attach() takes auto" in density["meaning"]
+
+
 def test_json_is_what_python_sees(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == METHODS

@@ -157,7 +157,7 @@ def _describe(methods: list[Item]) -> Iterator[str]:
             yield from _hanging(
                 f"  {kind:<9} ", f"{stage['name']}{when}: {stage['summary']}", width
             )
-        yield from _hanging("  density   ", method["density"], width)
+        yield from _hanging("  density   ", _density(method["density"]), width)
         if method["paper"]:
             yield from _hanging("  paper     ", method["paper"], width)
         own = [setting for setting in method["settings"] if "stage" in setting]
@@ -165,6 +165,14 @@ def _describe(methods: list[Item]) -> Iterator[str]:
         yield ""
     yield "settings of every method"
     yield from _table(catalog.common_settings(), width)
+
+
+def _density(own: str) -> str:
+    """What a method sends that is named without a density."""
+    if own == "1":
+        return "1: everything"
+    found = "auto, found while running"
+    return found if own == "auto" else f"attach() takes {found}; Reducer takes {own}"
 
 
 def _table(settings: list[Item], width: int) -> Iterator[str]:

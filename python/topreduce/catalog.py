@@ -11,6 +11,7 @@ def methods() -> list[Item]:
     """Every method: name, summary, paper, its stages, and all settings that it takes.
 
     A setting that belongs to one stage only names it, as in ``"stage": "select=carried"``.
+    Defaults are those of `Reducer`; where `attach` takes others, the meaning says so.
     """
     common = common_settings()
     return [
