@@ -170,7 +170,7 @@ def forget_the_scaler(rank: Rank) -> None:
 
     # One rank alone would add gradients of another unit to those of the others.
     alone = right if rank.rank == 1 else None
-    with pytest.raises(ValueError, match=r"rank 0: ready; rank 1: ready, scaler given.*enabled=F"):
+    with pytest.raises(ValueError, match=r"rank 0: no scaler.*rank 1: a scaler .*enabled=F"):
         attach_at_once(DistributedDataParallel(Dictated()), scaler=alone)
 
 

@@ -525,8 +525,9 @@ def look_at_the_handle(rank: Rank) -> str:
     assert steps._HISTORY == 1000
     with mock.patch.multiple(steps, _HISTORY=10):
         sync = attach(ddp, "topk, model", density=0.01)
-    assert sync.history() == []
-    assert sync.stats()["bytes_sent"] == 0
+    assert sync.history() == [] and sync.stats() == sync.scalars() == {}
+    sync.log(mock.Mock(spec=[]))  # nothing to write
+    assert repr(sync).endswith("step 0; no step yet>")
     for _ in range(15):
         ddp(small_integers(ddp.module, rank.rank, 0)).backward()
     stats, history = sync.stats(), sync.history()
@@ -534,6 +535,8 @@ def look_at_the_handle(rank: Rank) -> str:
     assert history[-1] == stats
     assert stats["method"] == "topk"
     assert stats["seconds_waited"] > 0
+    listed = re.findall(r"^ +- (`.*?):", topreduce.torch.Sync.stats.__doc__ or "", re.M)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(listed))) == sorted(stats)
     assert {type(value) for value in stats.values()} <= {int, float, str, bool, dict}
     history.clear()
     stats.clear()
@@ -568,7 +571,7 @@ def curve(folder: str, tag: str) -> list[tuple[int, float]]:
 def watch(rank: Rank, folder: str) -> None:
     ddp = DistributedDataParallel(Wide(), bucket_cap_mb=0.5)
     sync = attach(ddp, "topk, bucket", density=0.01)
-    assert "none yet" in repr(sync)
+    assert "no step yet" in repr(sync)
     folder = f"{folder}/{rank.rank}"
     with SummaryWriter(folder) as writer:
         for _ in range(3):

@@ -210,6 +210,13 @@ def wrong_models(rank: Rank) -> None:
         attach(DistributedDataParallel(Dictated([torch.complex64])))
     with pytest.raises(ValueError, match="sparse=False"):
         attach(DistributedDataParallel(nn.Sequential(nn.Embedding(3, 4, sparse=True))))
+    for wrong, meant in (
+        (ddp.module.weights[3], r"not Parameter: write 'weights\.3'"),
+        ([ddp.module.weights], r"not ParameterList: write 'weights\.\*'"),
+        ({"*bias"}, r"a list of names and patterns, .*not set$"),
+    ):
+        with pytest.raises(TypeError, match=meant):
+            attach(ddp, keep_dense=wrong)
 
 
 def test_models_that_cannot_be_attached() -> None:
@@ -222,7 +229,15 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown method": ({"method": "topkk"}, "topkk.*topk"),
     "unknown setting": ({"densty": 0.1}, "densty.*density"),
     "unknown feedback": ({"feedback": "residul"}, "residul.*residual"),
+    "a percentage": ({"density": "1%"}, "density=1% must be a share.*: write 0.01"),
+    "a percentage in words": ({"method": "topk:density=1%"}, "density=1% must be.*: write 0.01"),
     "keep_dense that fits nothing": ({"keep_dense": ["no.such*"]}, r"no\.such\*"),
+    "a part of a name": (
+        {"keep_dense": "s.3"},
+        r"'s\.3'; did you mean '\*s\.3\*'\? It fits 'weights",
+    ),
+    "limits of dense": ({"method": "dense", "overhead": 0.1}, "overhead: for density=auto only"),
+    "local_group": ({"local_group": "hosts"}, "local_group must be 'host', or the process group"),
     "timeout": ({"timeout": timedelta(0)}, "positive timedelta"),
 }
 
@@ -232,7 +247,8 @@ def mistaken(rank: Rank, mistakes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attach(ddp, **mistakes)
     # The same on rank 1 alone: the others hear of it, and nobody waits.
-    others = "nothing was changed.*rank 1: ValueError: (?s:.*)" + message
+    others = rf"nothing was changed, on any rank: rank 1 refused: ValueError: [^;]*{message}"
+    others += r"(?s:.*)\. Correct that, then make the call again, on all ranks$"
     with pytest.raises(ValueError, match=message if rank.rank == 1 else others):
         attach(ddp, **mistakes if rank.rank == 1 else {})
 
@@ -366,6 +382,7 @@ def refuse_states(rank: Rank) -> None:
     weight = f"{prefix}owed/weights.4"
     other = attach(DistributedDataParallel(nn.Linear(2, 2)), **MODEL).state_dict()
     forgetful = attach(DistributedDataParallel(Dictated()), feedback="none", **MODEL).state_dict()
+    foreign = attach(DistributedDataParallel(Dictated()), "ok_topk", **MODEL).state_dict()
 
     def without(key: str) -> dict[str, Any]:
         return {name: value for name, value in good.items() if name != key}
@@ -379,9 +396,14 @@ def refuse_states(rank: Rank) -> None:
         ({**good, "format": 99}, "format is 99"),
         ({**good, "ranks": 7}, "saved by 7 ranks, but this run has 2"),
         ({k.replace(prefix, "rank9/"): v for k, v in good.items()}, "it is of rank9"),
-        (other, r"another model.*missing .*owed/weights\.0.*not known here owed/bias"),
-        (forgetful, "feedback 'none', but this run has 'residual'"),
-        (without(weight), r"missing owed/weights\.4"),
+        (other, r"another model.*missing .*weights\.0.*not known here bias, weight$"),
+        (forgetful, "with feedback='none', but this run has feedback='residual': attach as it"),
+        (
+            foreign,
+            "saved with method='ok_topk', select='reused', exchange='ok_topk', but this run has "
+            r"method='topk', select='topk', exchange='gather': attach as it was .* configure\(\)",
+        ),
+        (without(weight), r"missing weights\.4"),
         (without(f"{prefix}step"), "missing step"),
         (
             {**good, weight: good[weight][:-1]},

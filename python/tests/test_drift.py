@@ -111,7 +111,7 @@ def test_replicas() -> None:
 
 def test_ranks_that_verify_in_other_steps_are_refused() -> None:
     for told in group(4).run(in_other_steps):
-        assert "rank 0: ready, verify_every=2" in told
+        assert "rank 0: no scaler, verify_every=2" in told
 
 
 def test_what_is_alike_is_not_reported() -> None:

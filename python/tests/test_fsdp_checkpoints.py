@@ -180,13 +180,13 @@ def wrong_states(rank: Rank) -> None:
     for bad, words in (
         ({**good, "ranks": 3}, "saved by 3 ranks.*reshard"),
         ({k: v for k, v in good.items() if k != "shards"}, "not a state_dict.. of a sharded model"),
-        ({**good, f"{mine}/learnt_names": 1}, "other stages"),
+        ({**good, f"{mine}/learnt_names": 1}, "damaged: what its stages learnt"),
         ({k: v for k, v in good.items() if "/learnt/" not in k}, "damaged"),
         (
             {k: v for k, v in good.items() if not k.startswith(mine)},
             f"holds nothing of {mine[:4]} ",
         ),
-        ({k: v for k, v in good.items() if "tokens" not in k}, "missing owed/tokens.weight"),
+        ({k: v for k, v in good.items() if "tokens" not in k}, "missing tokens.weight"),
     ):
         with pytest.raises(ValueError, match=words):
             run.sync.load_state_dict(bad)

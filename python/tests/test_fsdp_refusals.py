@@ -138,7 +138,7 @@ def refuse(rank: Rank) -> None:
     dist.barrier()
     with pytest.raises(ValueError, match=r"attached already: detach") as refusal:
         attach(again, mesh)
-    assert (rank.rank == 1) != str(refusal.value).startswith("nothing was attached, on any rank")
+    assert (rank.rank == 1) != str(refusal.value).startswith("nothing was changed, on any rank")
     sync.detach()
     dist.barrier()
     sync = attach(again, mesh, density=0.1)

@@ -174,8 +174,8 @@ def differ(rank: Rank) -> list[str]:
 
 def test_a_rank_that_differs_may_not_join() -> None:
     for every, scaler, density in group(3).run(differ):
-        assert "rank 1: ready, verify_every=2; rank 2: ready, verify_every=3" in every
-        assert "rank 2: ready, scaler given" in scaler
+        assert "rank 1: no scaler, verify_every=2; rank 2: no scaler, verify_every=3" in every
+        assert "rank 2: a scaler" in scaler
         assert "rank 2: density = 0.1" in density
 
 
@@ -337,4 +337,7 @@ def test_a_refusal_is_told_without_a_default_group() -> None:
     assert not dist.is_initialized()
     with ThreadPoolExecutor(2) as ranks:
         waits, refuses = ranks.map(attach_on, range(2))
-    assert str(waits) == f"nothing was attached, on any rank: rank 1: ValueError: {refuses}"
+    assert str(waits) == (
+        f"nothing was changed, on any rank: rank 1 refused: ValueError: {refuses}. Correct that, "
+        "then make the call again, on all ranks"
+    )

@@ -172,7 +172,7 @@ def be_one_machine(rank: Rank) -> None:
         RuntimeWarning, match=r"found one machine, .* for all 4 ranks: every step is de"
     ):
         sync = attach_at_once(run.ddp, "topk", density=0.01, local_group="host")
-    assert "nothing to send" in repr(sync)
+    assert "no step yet" in repr(sync)
     for step in range(3):
         (mean,) = fed(everyones(run.local_gradient(step)), [range(rank.ranks)])
         run.backward(step)
@@ -532,10 +532,10 @@ def refuse(rank: Rank) -> None:
     one, other = dist.new_group([0, 1]), dist.new_group([1, 2, 3])
     pair = [one, one, local_group(rank, TWO_BY_TWO), local_group(rank, TWO_BY_TWO)]
     for wrong, message in (
-        ("rack", "must be 'host', or a process group .* not 'rack'"),
+        ("rack", "must be 'host', or the process group .*, not 'rack'"),
         (one if rank.rank < 2 else other, r"rank 1: local_group=\[0, 1\]; rank 2: .*\[1, 2, 3\]"),
-        (None if rank.rank == 2 else pair[rank.rank], r"rank 1: local_group=\[0, 1\]; rank 2: re"),
-        (dist.GroupMember.NON_GROUP_MEMBER, "process group of the ranks of this rank's machine"),
+        (None if rank.rank == 2 else pair[rank.rank], r"rank 1: local_group=\[0, 1\]; rank 2: no"),
+        (dist.GroupMember.NON_GROUP_MEMBER, "this rank is not in that group; give each rank"),
     ):
         with pytest.raises(ValueError, match=message):
             attach_at_once(run.ddp, local_group=wrong)

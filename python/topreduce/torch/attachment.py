@@ -20,11 +20,11 @@ from topreduce.torch.eligibility import check_parameter, check_type
 from topreduce.torch.fsdp import local_part
 from topreduce.torch.fsdp_kind import FSDPKind
 from topreduce.torch.gradients import stored_shape
-from topreduce.torch.kinds import Kind, Parameters
+from topreduce.torch.kinds import Kind, Parameters, plain_name
 from topreduce.torch.lane import MAIN_MEMORY, Lane
 from topreduce.torch.machine_device import MachineDevice
 from topreduce.torch.machines import Levels
-from topreduce.torch.meeting import Ranks, refuse
+from topreduce.torch.meeting import Ranks, refusal_of, refuse
 from topreduce.torch.module_kind import ModuleKind
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.scaling import Scaler
@@ -38,7 +38,7 @@ from topreduce.torch.verifying import Verifier
 WARMUP_STEPS = 10
 RAMP_STEPS = 100
 
-_SCALERS = " (all ranks must give one, GradScaler(enabled=False) where the loss is not scaled)"
+_SCALER = "a scaler (give one on all ranks, GradScaler(enabled=False) where the loss is not scaled)"
 
 
 def attach(
@@ -120,19 +120,16 @@ def attach(
             raise ValueError("this model is attached already: detach() its handle first")
         if local_group is not None and not isinstance(kind, DDPKind):
             raise ValueError("local_group is for DistributedDataParallel: attach without it")
+        _check_local_group(local_group)
         if local_group is not None and commit_if is not None:
             raise ValueError("commit_if is for ranks that exchange themselves, without local_group")
         if not isinstance(verify_every, int) or verify_every < 0:
             raise ValueError(f"verify_every must be a number of steps, not {verify_every!r}")
-        limits = {
+        given = {
             "overhead": overhead,
             "min_density": min_density,
             "max_density": max_density,
             "budget_bytes": budget_bytes,
-        }
-        _check_density(as_setting(density), method, limits)
-        given = {
-            **limits,
             "density": _or_default(
                 as_setting(density), "density", method, found_by_default(method)
             ),
@@ -141,7 +138,7 @@ def attach(
             "values": values,
             "feedback": feedback,
             "select": select,
-            "keep_dense": as_setting(keep_dense) or None,
+            "keep_dense": _patterns(keep_dense, kind.module) or None,
             "warmup_steps": _or_default(warmup_steps, "warmup_steps", method, WARMUP_STEPS),
             "ramp_steps": _or_default(ramp_steps, "ramp_steps", method, RAMP_STEPS),
             "seed": seed,
@@ -156,8 +153,7 @@ def attach(
     try:
         trained = (each for each in kind.model.parameters() if each.requires_grad)
         comm.find_device_backend(kind.group, place_of(trained))
-        terms = "" if scaler is None else f", scaler given{_SCALERS}"
-        terms += f", verify_every={verify_every}" if verify_every else ""
+        terms = f"{'no scaler' if scaler is None else _SCALER}, verify_every={verify_every}"
         reducer, parameters, device = _prepare_together(
             comm, kind, method, given, timeout, scaler, terms
         )
@@ -207,28 +203,40 @@ def found_by_default(method: str) -> str | None:
     return None if method.partition(":")[0].strip() == "dense" else "auto"
 
 
-def _check_density(given: object, method: str, limits: dict[str, float | None]) -> None:
-    """ValueError for settings of which one would be ignored."""
-    named = re.search(r"\bdensity\s*=\s*([^\s,()]+)", method)
-    if named and given is not None:
-        raise ValueError(f"density is given twice: in {method!r}, and as density={given}")
-    density = str(named[1] if named and given is None else given)
-    ignored = [name for name, limit in limits.items() if _is_given(limit, name, method)]
-    if ignored and re.fullmatch(r"[-+.\deE]+", density):
+def _check_local_group(local_group: object) -> None:
+    if local_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            f"{' and '.join(ignored)}: for density='auto' only, and density={density} is fixed; "
-            "leave out one of the two"
+            "local_group: this rank is not in that group; give each rank the group of its own "
+            "machine, as torch.distributed.new_subgroups() returns it"
         )
+    if not (local_group in (None, "host") or isinstance(local_group, dist.ProcessGroup)):
+        raise ValueError(
+            "local_group must be 'host', or the process group of the ranks of this rank's machine, "
+            f"not {local_group!r}"
+        )
+
+
+def _patterns(keep_dense: object, module: torch.nn.Module) -> str:
+    """With spaces between. TypeError for what is no name, with the name of what was meant."""
+    patterns: list[object] = [] if keep_dense is None else [keep_dense]
+    if isinstance(keep_dense, (list, tuple)):
+        patterns = list(keep_dense)
+    for each in patterns:
+        if not isinstance(each, str):
+            names = [name for name, known in module.named_parameters() if known is each]
+            names += [f"{name}.*" for name, known in module.named_modules() if known is each]
+            meant = f": write {plain_name(names[0])!r}" if names else ""
+            raise TypeError(
+                "keep_dense takes a list of names and patterns, such as ['*norm*'], not "
+                f"{type(each).__name__}{meant}"
+            )
+    return " ".join(map(str, patterns))
 
 
 def _or_default(given: object, name: str, method: str, default: object) -> object:
     """What was given, unless that is nothing and the method's own words do not name it either."""
-    return given if _is_given(given, name, method) else default
-
-
-def _is_given(given: object, name: str, method: str) -> bool:
-    """As an argument, or in the method's own words."""
-    return given is not None or re.search(rf"\b{name}\s*=", method) is not None
+    named = given is not None or re.search(rf"\b{name}\s*=", method)
+    return given if named else default
 
 
 class _Prepared(NamedTuple):
@@ -257,10 +265,10 @@ def _prepare_together(
     except Exception as error:
         refusal = error
     try:
-        ready = "ready" if refusal else kind.introduction(prepared.reducer)
-        comm.concur(
-            f"{ready}{terms}" if refusal is None else f"{type(refusal).__name__}: {refusal}"
-        )
+        if refusal is None:
+            comm.concur(f"{kind.introduction(prepared.reducer)}{terms}")
+        else:
+            comm.concur(refusal_of(refusal))
     except ValueError:
         if refusal is None:
             raise

@@ -82,9 +82,9 @@ def unpack(saved: Mapping[str, Any], reducer: Averager, rank: int, ranks: int) -
             f"saved by {saved.get('ranks')} ranks, but this run has {ranks}: give the states of "
             "all of them to topreduce.torch.reshard"
         )
-    feedback, ours = saved.get("settings/feedback"), reducer.spec["feedback"]
-    if feedback != ours:
-        raise ValueError(f"saved with feedback {feedback!r}, but this run has {ours!r}")
+    differs = other_settings(saved, reducer)
+    if saved.get("settings/feedback") != reducer.spec["feedback"]:
+        raise ValueError(differs)
     prefix = f"rank{rank}/"
     own = {
         key.removeprefix(prefix): _at_home(saved[key]) for key in saved if key.startswith(prefix)
@@ -98,7 +98,7 @@ def unpack(saved: Mapping[str, Any], reducer: Averager, rank: int, ranks: int) -
     here = _flatten(reducer, state)
     if isinstance(reducer, Member):  # it may be given the state of its delegate
         own = {key: value for key, value in own.items() if key in here}
-    _compare(own, here)
+    _compare(own, here, differs)
 
     for quantity, arrays in state["entries"].items():
         state["entries"][quantity] = {
@@ -113,6 +113,24 @@ def unpack(saved: Mapping[str, Any], reducer: Averager, rank: int, ranks: int) -
         reducer.bypass()
     else:
         reducer.compress()
+
+
+def other_settings(saved: Mapping[str, Any], reducer: Averager) -> str:
+    """How those differ on which it depends what a state holds, and what to do; empty if alike."""
+    was, now = [], []
+    for name in ("method", "feedback", "select", "exchange", "keep_dense"):
+        before, here = saved.get(f"settings/{name}"), reducer.spec[name]
+        if name in ("select", "exchange"):  # their settings are not kept in a state
+            before, here = (str(each).partition(":")[0] for each in (before, here))
+        if before != here:
+            was.append(f"{name}={before!r}")
+            now.append(f"{name}={here!r}")
+    if not was:
+        return ""
+    return (
+        f"saved with {', '.join(was)}, but this run has {', '.join(now)}: attach as it was saved, "
+        "and load; configure() then changes all but feedback and keep_dense"
+    )
 
 
 def few(words: Iterable[str]) -> str:
@@ -131,13 +149,19 @@ def _flatten(reducer: Averager, state: dict[str, dict[str, Any]]) -> dict[str, A
     return flat
 
 
-def _compare(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """ValueError unless both have the same keys, and values of the same kind and shape."""
-    missing, unknown = here.keys() - saved.keys(), saved.keys() - here.keys()
+def _compare(saved: Mapping[str, Any], here: Mapping[str, Any], differs: str) -> None:
+    """ValueError unless both have the same keys, and values of the same kind and shape. `differs`:
+    what `other_settings` said.
+    """
+    missing, unknown = (
+        {key.partition("/")[2] or key for key in keys}
+        for keys in (here.keys() - saved.keys(), saved.keys() - here.keys())
+    )
     if missing or unknown:
         raise ValueError(
-            "saved for another model or other stages: "
-            f"missing {few(missing)}; not known here {few(unknown)}"
+            differs
+            or f"saved for another model, or damaged: missing {few(missing)}; not known here "
+            f"{few(unknown)}"
         )
     kinds = {key: (_kind(saved[key]), _kind(here[key])) for key in here}
     others = [f"{key} is {was}, here {now}" for key, (was, now) in kinds.items() if was != now]

@@ -129,7 +129,7 @@ class DDPKind:
         return Reducer(layout, method, **settings)
 
     def introduction(self, reducer: Averager) -> str:
-        return "ready"
+        return ""
 
     def debts(self) -> str:
         dispatcher = _dispatchers.get(self.model)

@@ -55,4 +55,4 @@ class FSDPKind(ModuleKind):
     def introduction(self, reducer: Averager) -> str:
         """The reducer asks the ranks of its own shard alone."""
         settings = sorted(reducer.spec.items())
-        return "ready, " + ", ".join(f"{k}={v}" for k, v in settings if k != "threads")
+        return "".join(f"{k}={v}, " for k, v in settings if k != "threads")

@@ -170,11 +170,7 @@ def _describe(local_group: object, group: dist.ProcessGroup) -> str:
     """This rank's machine: its ranks, or its name; or what is wrong with `local_group`."""
     if local_group == "host":
         return f"host {_this_machine()}"
-    if not isinstance(local_group, dist.ProcessGroup):
-        return (
-            "no group; it must be 'host', or a process group of the ranks of this rank's machine, "
-            f"not {local_group!r}"
-        )
+    assert isinstance(local_group, dist.ProcessGroup)  # attach() has looked
     everyone = dist.get_process_group_ranks(group)
     mine = dist.get_process_group_ranks(local_group)
     if not set(mine) <= set(everyone):

@@ -89,7 +89,7 @@ def meet(group: Group, names: Sequence[int], timeout: timedelta) -> Store:
             f"within {timeout}" + (f" ({explain(met.absent)})" if met.absent else "")
         )
     if met.refusal:
-        raise ValueError(f"nothing was attached, on any rank: {met.refusal}")
+        raise ValueError(refused([met.refusal]))
     return met.place
 
 
@@ -155,7 +155,7 @@ def refuse(groups: Sequence[Group], error: Exception) -> None:
     def tell(group: Group) -> None:
         store, place = _next_place(group)
         names = getattr(group, "ranks", range(group.size()))  # a circle has names of its own
-        word = f"rank {names[group.rank()]}: {type(error).__name__}: {error}"
+        word = f"rank {names[group.rank()]} {refusal_of(error)}"
         if world is not None:
             place.set("refuser", str(world.rank()))
         place.set("outcome", sendable(word))
@@ -164,6 +164,19 @@ def refuse(groups: Sequence[Group], error: Exception) -> None:
     for group in groups or [each for each in [world] if each is not None]:
         if world is not None or isinstance(group, Ranks):
             with_patience(partial(tell, group))
+
+
+def refusal_of(error: Exception) -> str:
+    """What a rank says that does not take part, behind its name."""
+    return f"refused: {type(error).__name__}: {error}"
+
+
+def refused(refusals: Sequence[str]) -> str:
+    """The same for the other ranks, each with its name."""
+    return (
+        f"nothing was changed, on any rank: {'; '.join(refusals)}. Correct that, then make the "
+        "call again, on all ranks"
+    )
 
 
 def legible(words: bytes) -> str:

@@ -78,7 +78,7 @@ class ModuleKind:
         return Reducer(layout, method, **settings)
 
     def introduction(self, reducer: Averager) -> str:
-        return "ready"
+        return ""
 
     def book(self, parameters: Parameters) -> Book:
         return WholeBook()

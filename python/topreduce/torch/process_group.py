@@ -6,7 +6,7 @@ and what becomes of one that is lost.
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,6 +28,7 @@ from topreduce.torch.meeting import (
     attempt,
     legible,
     meet,
+    refused,
     sendable,
     with_patience,
 )
@@ -39,6 +40,7 @@ _EXCUSED = 4  # time-outs to wait for peers that wait themselves: the waits of a
 _LAST_WORD = 2.0  # seconds that bytes get to leave before a connection is closed
 _LONGEST_WORD = 2000  # letters
 _TIMED_OUT = "Timed out"
+_FLAT = "no local_group"
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,10 @@ class GroupCommunicator(Communicator):
         self.enter("attach")
 
     def concur(self, word: str) -> None:
-        """Returns if all ranks came with the same word; otherwise ValueError, on all of them."""
-        words = self.ask(word)
-        if len(set(words)) > 1:
-            raise ValueError(_difference(words))
+        """Returns if all ranks came with the same word, and none with a refusal (`refusal_of`);
+        otherwise ValueError, on all of them.
+        """
+        expect_same({f"rank {rank}": each for rank, each in enumerate(self.ask(word))})
 
     def ask(self, word: str) -> list[str]:
         """The words with which the ranks came, in rank order."""
@@ -126,9 +128,9 @@ class GroupCommunicator(Communicator):
         """
         like = None if device is None else backend_of(group, device)
         backend = "" if device is None or like is None else f" on {device.type}, {like.name()}"
-        words = self.ask(f"ready{backend}")
-        if not all(word.startswith("ready") for word in words):  # of another kind of attach()
-            raise ValueError(_difference(words))
+        words = self.ask(f"{_FLAT}{backend}")
+        if not all(word.startswith(_FLAT) for word in words):  # of another kind of attach()
+            expect_same({f"rank {rank}": word for rank, word in enumerate(words)})
         self._device_backend = like if backend and len(set(words)) == 1 else None
 
     @property
@@ -291,9 +293,14 @@ class GroupCommunicator(Communicator):
             with_patience(lambda: self._store.set(f"word/{self.rank}", word))
 
 
-def _difference(words: Sequence[str]) -> str:
-    by_rank = "; ".join(f"rank {rank}: {word}" for rank, word in enumerate(words))
-    return f"the ranks differ, so nothing was changed: {by_rank}"
+def expect_same(words: Mapping[str, str]) -> None:
+    """ValueError unless all ranks, by name, came with the same word, and none with a refusal."""
+    refusals = [f"{who} {word}" for who, word in words.items() if word.startswith("refused: ")]
+    if refusals:
+        raise ValueError(refused(refusals))
+    if len(set(words.values())) > 1:
+        told = "; ".join(f"{who}: {word}" for who, word in words.items())
+        raise ValueError(f"the ranks differ, so nothing was changed: {told}")
 
 
 def timeout_of(group: dist.ProcessGroup | Ranks, device: torch.device) -> timedelta:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from topreduce import CommError
 from topreduce.torch.meeting import refuse
-from topreduce.torch.process_group import Circle, GroupCommunicator
+from topreduce.torch.process_group import Circle, GroupCommunicator, expect_same
 
 
 class Grid:
@@ -76,14 +76,13 @@ class Replicas(GroupCommunicator):
 
     def concur(self, word: str) -> None:
         """Over all ranks of the model."""
-        words = self._ask_all(word)
-        if len({each for part in words for each in part}) > 1:
-            told = "; ".join(
-                f"replica {replica}, shard {shard}: {each}"
-                for replica, part in enumerate(words)
+        expect_same(
+            {
+                f"replica {replica}, shard {shard}": each
+                for replica, part in enumerate(self._ask_all(word))
                 for shard, each in enumerate(part)
-            )
-            raise ValueError(f"the ranks differ, so nothing was changed: {told}")
+            }
+        )
 
     def ask_everyone(self, word: str) -> list[str]:
         return [each for part in self._ask_all(word) for each in part]

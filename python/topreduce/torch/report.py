@@ -29,13 +29,12 @@ def scalars(stats: Mapping[str, Any]) -> dict[str, float]:
 
 def cost(stats: Mapping[str, Any], ranks: int) -> str:
     """What the last step sent and waited, beside what a dense one sends (fp32, there and back)."""
+    if not stats:
+        return "no step yet"
     if ranks == 1:
         inside = stats.get("bytes_inside")
         sent = f"last step sent {inside} bytes inside the machine" if inside else "nothing to send"
         return f"{sent}, waited {stats['seconds_waited']:.4f} s"
     dense, sent = 8 * stats["entries"] * (ranks - 1) // ranks, stats["bytes_sent"]
-    saved = f"{1 - sent / dense:.1%} saved" if dense and stats["rounds"] else "none yet"
-    return (
-        f"last step sent {sent} bytes, dense {dense} ({saved}), "
-        f"waited {stats['seconds_waited']:.4f} s"
-    )
+    saved = f", dense {dense} ({1 - sent / dense:.1%} saved)" if dense else ""
+    return f"last step sent {sent} bytes{saved}, waited {stats['seconds_waited']:.4f} s"

@@ -68,7 +68,8 @@ class ShardedBook:
         own = {key: value for key, value in own.items() if not key.startswith("learnt/")}
         damaged = bool(rows) and not isinstance(rows[0], torch.Tensor)
         if own and (names != _fingerprint(learnt) or damaged):
-            raise ValueError("saved with other stages, or damaged: what they learnt does not fit")
+            damage = "damaged: what its stages learnt does not fit"
+            raise ValueError(checkpoint.other_settings(saved, reducer) or damage)
         shards, here_are = saved["shards"], self._mesh.size()
         if own:
             if shards == here_are and rows:

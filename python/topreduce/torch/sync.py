@@ -59,10 +59,35 @@ class Sync:
         self._loads = 0  # how often `load` has changed the run
 
     def stats(self) -> dict[str, Any]:
-        """What the last step cost this rank, and what it moved."""
-        if self._steps.history:
-            return dict(self._steps.history[-1])
-        return self._steps.record(self._reducer.stats, self._reducer.level)
+        """What the last step cost this rank, and what it moved; {} before the first.
+
+        - `step`: its number, from 0.
+        - `method`: its name.
+        - `level`: what it sent, in a word: its density, or for all entries their format.
+        - `reason`: why that, in words.
+        - `density`: the share of entries that each rank was to send, from 0 to 1.
+        - `entries`: of the model.
+        - `budget`: entries that each rank was to send.
+        - `selected`: entries that this rank sent.
+        - `delivered`: entries of the mean that are not left out, the same on all ranks.
+        - `bytes_sent`, `bytes_received`: by this rank; with `local_group` by its machine.
+        - `messages`: that this rank sent.
+        - `rounds`: exchanges that had to wait for one another.
+        - `bytes_inside`: sent to ranks of its machine (`local_group`) or replica (`replicas`).
+        - `messages_inside`: sent to ranks of its replica.
+        - `kept_energy`: the share, from 0 to 1, of the energy (the sum of squares) of what this
+          rank could have sent that it no longer owes.
+        - `owed_norm`: the norm of what this rank owes after the step.
+        - `seconds_computed`: seconds from the first forward pass to the last gradient.
+        - `seconds_waited`: seconds that `backward()` waited for us.
+        - `seconds_exchanging`: seconds in which exchanges were under way.
+        - `seconds_exposed`: those of them after the last gradient.
+        - `hidden`: the share, from 0 to 1, of `seconds_exchanging` that were before it.
+        - `seconds`: by stage, a dictionary: look, choose, pack, network, unpack and commit; with
+          `local_group` also inside.
+        - `finite`: False if a rank had an infinity or NaN, so that nothing was applied.
+        """
+        return dict(self._steps.history[-1]) if self._steps.history else {}
 
     def history(self) -> list[dict[str, Any]]:
         """`stats()` of the last 1000 steps, oldest first."""
@@ -81,7 +106,8 @@ class Sync:
         `step`: where the points stand; None for the number of the step.
         """
         stats = self.stats()
-        report.write(report.scalars(stats), writer, stats["step"] if step is None else step)
+        if stats:
+            report.write(report.scalars(stats), writer, stats["step"] if step is None else step)
 
     def choices(self) -> list[str]:
         """What all steps so far sent: densities, or formats for steps that sent everything.
@@ -198,7 +224,7 @@ class Sync:
         comm = None
         try:
             comm = GroupCommunicator(group, self._comm.timeout)
-            comm.concur(f"ready{self._terms}")
+            comm.concur(self._terms)
             assert isinstance(self._reducer, Reducer)
             comm.find_device_backend(group, None if self._device is None else self._device.device)
             if self._device is not None:
@@ -309,6 +335,8 @@ class Sync:
         except (ValueError, OSError) as error:
             refusal = str(error)
         words = self._comm.ask_everyone(refusal)
+        if refusal and len(set(words)) == 1:
+            raise ValueError(refusal)
         failures = [f"rank {rank}: {word}" for rank, word in enumerate(words) if word]
         if failures:
             raise ValueError("; ".join(failures))
