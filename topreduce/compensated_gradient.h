@@ -76,7 +76,7 @@ class CompensatedGradient {
   Index size() const { return size_; }
   float scale() const { return scale_; }
   const Drift& drift() const { return drift_; }
-  /// Who walks over it.
+  /// Threads for passes over it.
   Threads& threads() const { return threads_; }
   /// The gradient alone: nothing remembered was added.
   bool plain() const {

@@ -52,7 +52,7 @@ struct Pipeline {
   Layout compressed;    ///< parameters that are chosen from; stages know only these
   Layout uncompressed;  ///< parameters that are always sent whole
 
-  std::unique_ptr<Threads> threads;  ///< who walks over long gradients
+  std::unique_ptr<Threads> threads;  ///< threads for passes over long gradients
   std::unique_ptr<feedback::Feedback> feedback;
   std::unique_ptr<select::Selector> selector;  ///< null if the exchange needs none
   std::unique_ptr<exchange::Exchange> exchange;

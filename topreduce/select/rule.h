@@ -11,7 +11,7 @@ struct Vector {
   std::span<const kernels::Terms> parts;
   std::size_t size = 0;
   float largest = 0;  ///< magnitude
-  Threads& threads;   ///< who walks over it
+  Threads& threads;   ///< threads for passes over it
 
   /// Entries of magnitude >= threshold.
   double count_from(float threshold) const;
