@@ -12,8 +12,8 @@ from topreduce.lab.network.cluster import Rate, parse_rates
 from topreduce.lab.tasks.models import MODELS, Workload, check_device, check_model
 from topreduce.units import parse_seconds
 
-RACE_METHODS = "noop,dense,bf16,powersgd:1,powersgd:4,topk:density=0.01,ok_topk:density=0.01"
-TRAIN_METHODS = "dense,bf16,powersgd:8,topk:density=0.01,ok_topk:density=0.01"
+RACE_METHODS = "noop,dense,bf16,powersgd:1,powersgd:4,auto,topk:density=0.01"
+TRAIN_METHODS = "dense,bf16,powersgd:8,auto,topk:density=0.01"
 _LONGEST_DELAY = 1.0  # seconds; the self-test waits for several round trips
 
 
@@ -216,7 +216,7 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
     )
 
 
-SHARDED_METHODS = "noop,dense,bf16,topk:density=0.01,ok_topk:density=0.01"
+SHARDED_METHODS = "noop,dense,bf16,auto,topk:density=0.01"
 
 
 def methods(asked: argparse.Namespace, usual: str) -> list[Method]:

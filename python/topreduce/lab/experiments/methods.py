@@ -134,10 +134,23 @@ def _in_ddp(model: nn.Module, bucket_cap_mb: int | None = None) -> DistributedDa
 
 
 def steps_before_steady(spec: str) -> int:
-    """Steps of a method of ours in which it sends more than later."""
+    """Steps of a method in which it sends more than later; 0 if there are none."""
+    if not Method(spec, spec).is_ours or spec.removeprefix(OURS).partition(":")[0] == "dense":
+        return 0
     settings = {"warmup_steps": WARMUP_STEPS, "ramp_steps": RAMP_STEPS}
     settings |= {name: int(number) for name, number in _FIRST_STEPS.findall(spec)}
     return sum(settings.values())
+
+
+def too_short(label: str, spec: str, steps: int) -> str:
+    """A warning of a training that ends before the method has come to its density; or nothing."""
+    first = steps_before_steady(spec)
+    if steps >= first:
+        return ""
+    return (
+        f"{label}: {steps} steps of training, of which {first} are warm-up and ramp, so it sends "
+        "more than it would later. Train longer, or give warmup_steps and ramp_steps."
+    )
 
 
 # ---- what PyTorch has -----------------------------------------------------------------------

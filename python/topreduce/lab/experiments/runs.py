@@ -12,7 +12,7 @@ from rich.console import Console
 
 from topreduce.lab.experiments.clock import as_found, on_the_clock_of
 from topreduce.lab.experiments.launch import launch
-from topreduce.lab.experiments.methods import Method, parse_methods
+from topreduce.lab.experiments.methods import Method, parse_methods, too_short
 from topreduce.lab.experiments.progress import progress
 from topreduce.lab.experiments.race import (
     RaceOptions,
@@ -150,6 +150,10 @@ def train(
 
     Every one of them is saved in `folder` as it ends: a run of hours may be cut short.
     """
+    if options.seconds is None:
+        for method in options.methods:
+            if told := too_short(method.label, method.spec, options.steps):
+                console.print(told, style="bold", highlight=False)
     load = options.workload
     options = dataclasses.replace(options, workload=dataclasses.replace(load, compute=None))
     racing = RaceOptions(

@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from topreduce.lab.experiments.methods import AGAIN, steps_before_steady
+from topreduce.lab.experiments.methods import AGAIN, too_short
 from topreduce.lab.experiments.race import RaceRow
 from topreduce.lab.experiments.train import Evaluation
 from topreduce.lab.report.names import OURS, THE_LAB, maker
@@ -139,10 +139,11 @@ def stage_grid(results: Results) -> Grid:
             "they become bytes. network: messages are under way. unpack: bytes become sums. "
             "commit: the mean goes to the gradients, the rest to what is owed.",
             "Stages run beside the backward pass. waited: how long backward() had to wait for them "
-            "in the end. hidden: share of the exchanges that was over by then.",
-            "rounds: collectives, one after the other. level: the density that was found, or the "
-            "format if everything is sent. sent: share of the entries. energy: share of the "
-            "squared norm of owed + gradient that was delivered.",
+            "in the end. hidden: share of the time of exchanges before the last gradient.",
+            "rounds: how often messages went out and were waited for, in all exchanges and the "
+            "vote. level: the density that was found, or the format if everything is sent. sent: "
+            "share of the entries. energy: 1 - the squared norm of what a step did not settle, "
+            "divided by that of owed + gradient.",
         ],
     )
 
@@ -238,17 +239,9 @@ def _aim_words(results: Results, aims: str) -> str:
 
 
 def _short_words(results: Results) -> list[str]:
-    """A warning of trainings that end before the method has come to its density."""
-    words = []
-    for label in results.labels():
-        run = results.runs_of(label)[0]
-        first, steps = steps_before_steady(run.spec), run.evaluations[-1].step
-        if run.density and steps < first:
-            words.append(
-                f"{label} trained for {steps} steps, and its warm-up and ramp take {first}: it "
-                "sent more than it would later. Train longer, or give warmup_steps and ramp_steps."
-            )
-    return words
+    runs = [results.runs_of(label)[0] for label in results.labels()]
+    words = [too_short(run.label, run.spec, run.evaluations[-1].step) for run in runs]
+    return [each for each in words if each]
 
 
 def _noise_words(results: Results) -> str:
