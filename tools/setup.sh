@@ -21,7 +21,7 @@ step() {
 }
 
 find_python() {
-  local candidate candidates=(python3 python3.13 python3.12 python3.11 python3.10)
+  local candidate candidates=(python3 python3.14 python3.13 python3.12 python3.11 python3.10)
   [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON")
   for candidate in "${candidates[@]}"; do
     if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then

@@ -23,7 +23,7 @@ try_wheel() {
       dist/*.whl "$torch" || return
   # shellcheck disable=SC2016 # for the other shell
   (cd "$venv" && env -i PATH="$venv/bin" HOME="$venv" LANG=C.UTF-8 /bin/bash -eu -c '
-    ! command -v cc c++ gcc g++ cmake
+    if command -v cc c++ gcc g++ cmake; then exit 1; fi
     python -c "import topreduce; print(topreduce.__file__, topreduce.__version__)"
     topreduce methods topk
     torchrun --nproc-per-node 2 "$0"/examples/torch_ddp.py' "$root")
