@@ -27,7 +27,7 @@ struct StepStats {
   std::uint64_t bytes_inside = 0;  ///< sent to ranks with other parts of the model, if it has any
   std::uint64_t messages_inside = 0;  ///< the same
   std::uint64_t rounds = 0;           ///< of all exchanges and the vote; those of several overlap
-  double kept_energy = 1;             ///< share of |owed + gradient|^2 that was settled, 0 to 1
+  double kept_energy = 1;             ///< 1 - |owed + gradient - settled|^2 / |owed + gradient|^2
   double owed_norm = 0;               ///< norm of what this rank owes after the step
   double seconds_exchanging = 0;      ///< in which exchanges were under way
   double seconds_exposed = 0;         ///< of these, after the last gradient

@@ -24,6 +24,8 @@ _SECTIONS: list[tuple[str, list[tuple[str, str, tuple[str, ...]]]]] = [
             ("torch/sync.py", "Sync", ()),
             ("torch/meeting.py", "Ranks", ("__init__", "alone", "rank", "size")),
             ("torch/rebuilding.py", "Rebuilt", ()),
+            ("advice.py", "Advice", ("__str__",)),
+            ("advice.py", "Row", ("_",)),
             ("torch/resharding.py", "reshard", ()),
             ("torch/lightning.py", "TopreduceStrategy", ("__init__",)),
             ("torch/huggingface.py", "TopreduceCallback", ("__init__",)),
@@ -39,11 +41,19 @@ _SECTIONS: list[tuple[str, list[tuple[str, str, tuple[str, ...]]]]] = [
                 (
                     *("__init__", "average", "begin", "add", "finish", "abandon", "agree"),
                     *("configure", "bypass", "compress", "bypassed", "state", "load_state", "owed"),
-                    *("stats", "step", "density", "spec", "layout"),
+                    *("stats", "step", "density", "level", "reason", "choices", "timed"),
+                    *("spec", "layout"),
                 ),
             ),
             ("_core.pyi", "StepStats", ()),
-            ("_core.pyi", "Communicator", ("__init__", "rank", "size", "send_frame", "accept")),
+            (
+                "_core.pyi",
+                "Communicator",
+                (
+                    *("__init__", "rank", "size", "send_frame", "receive_frames", "accept"),
+                    "set_timeout",
+                ),
+            ),
             ("mpi.py", "Communicator", ("__init__",)),
             ("_core.pyi", "run_ranks", ()),
             ("catalog.py", "methods", ()),
@@ -55,6 +65,7 @@ _SECTIONS: list[tuple[str, list[tuple[str, str, tuple[str, ...]]]]] = [
 ]
 _MODULES = {
     "mpi.py": "topreduce.mpi",
+    "advice.py": "topreduce.advice",
     "torch/lightning.py": "topreduce.torch.lightning",
     "torch/huggingface.py": "topreduce.torch.huggingface",
 }

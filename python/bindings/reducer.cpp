@@ -383,6 +383,17 @@ const char* name_of(RebuildPlan::Role role) {
 
 }  // namespace
 
+// What a type checker knows of them; the catalog has all of them.
+#define TOPREDUCE_SETTINGS                                                                       \
+  "density: float | str | collections.abc.Sequence[float | str] | None = None, "                 \
+  "overhead: float | None = None, min_density: float | None = None, "                            \
+  "max_density: float | None = None, budget_bytes: float | None = None, "                        \
+  "granularity: str | None = None, bucket_cap_mb: float | None = None, "                         \
+  "values: str | None = None, feedback: str | None = None, select: str | None = None, "          \
+  "exchange: str | None = None, keep_dense: str | collections.abc.Sequence[str] | None = None, " \
+  "warmup_steps: int | None = None, ramp_steps: int | None = None, seed: int | None = None, "    \
+  "threads: int | None = None, **settings: object"
+
 void bind_reducer(nb::module_& module) {
   module.def(
       "fingerprint",
@@ -424,7 +435,8 @@ void bind_reducer(nb::module_& module) {
             new (self) Owner(nb::cast<const Layout&>(layout), spec_of(method, settings));
           },
           "layout"_a = nb::none(), "method"_a = nb::none(), "positional"_a, "settings"_a,
-          nb::sig("def __init__(self, layout: Layout, method: str, **settings: object) -> None"))
+          nb::sig("def __init__(self, layout: Layout, method: str, *, " TOPREDUCE_SETTINGS
+                  ") -> None"))
       .def("__repr__", &described)
       .def(
           "agree",
@@ -554,7 +566,9 @@ void bind_reducer(nb::module_& module) {
             self.reducer.configure(method.is_none() ? with_settings({}, "", changes)
                                                     : spec_of(method, changes));
           },
-          "positional"_a, "changes"_a, nb::sig("def configure(self, **changes: object) -> None"),
+          "positional"_a, "changes"_a,
+          nb::sig("def configure(self, *, method: str | None = None, " TOPREDUCE_SETTINGS
+                  ") -> None"),
           "Change settings, or the method, between steps, the same on all ranks; what is owed "
           "stays.")
       .def(

@@ -42,8 +42,10 @@ void bind_stats(nb::module_& module) {
   field("bytes_inside", &StepStats::bytes_inside,
         "Bytes that this rank sent to those with other parts of the model.");
   field("messages_inside", &StepStats::messages_inside, "Messages to them.");
-  field("rounds", &StepStats::rounds, "Collectives, one after the other.");
-  field("kept_energy", &StepStats::kept_energy, "Share of |owed + gradient|^2 that was settled.");
+  field("rounds", &StepStats::rounds,
+        "How often messages went out and were waited for, in all exchanges and the vote.");
+  field("kept_energy", &StepStats::kept_energy,
+        "1 - |owed + gradient - settled|^2 / |owed + gradient|^2.");
   field("owed_norm", &StepStats::owed_norm, "Norm of what this rank owes after the step.");
   field("seconds_exchanging", &StepStats::seconds_exchanging,
         "Seconds in which exchanges were under way.");
@@ -52,7 +54,8 @@ void bind_stats(nb::module_& module) {
         "Seconds from the start of the step to its last gradient.");
   field("seconds_waited", &StepStats::seconds_waited,
         "Seconds from then until the means were there.");
-  field("finite", &StepStats::finite, "False: some rank had an infinity or NaN; nothing was kept.");
+  field("finite", &StepStats::finite,
+        "False: some rank had an infinity or NaN; nothing was committed.");
   stats.def_prop_ro("seconds", &seconds,
                     nb::for_getter(nb::sig("def seconds(self) -> dict[str, float]")),
                     "Seconds by stage, in the order the data flows.");

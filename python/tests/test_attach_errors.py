@@ -396,7 +396,7 @@ def refuse_states(rank: Rank) -> None:
         ({**good, "format": 99}, "format is 99"),
         ({**good, "ranks": 7}, "saved by 7 ranks, but this run has 2"),
         ({k.replace(prefix, "rank9/"): v for k, v in good.items()}, "it is of rank9"),
-        (other, r"another model.*missing .*weights\.0.*not known here bias, weight$"),
+        (other, r"another model.*missing .*weights\.0.*not known here: bias, weight$"),
         (forgetful, "with feedback='none', but this run has feedback='residual': attach as it"),
         (
             foreign,

@@ -51,7 +51,7 @@ constexpr double kGuess = 1, kGuessWithin = 0.4, kMostSlowdown = 6;  // seconds,
 constexpr double kLeastScatter = 0.003;                              // of the computing
 constexpr double kDeviations = 1.5;  // a standard deviation, times the median deviation
 constexpr std::size_t kMostVisits = 32;
-constexpr double kAsForetold = 0.9;    // bytes
+constexpr double kAsPredicted = 0.9;   // bytes
 constexpr double kStillRising = 1.08;  // bytes, from one look to the next
 
 // Waiting that bytes are not to blame for.
@@ -318,7 +318,7 @@ void DensityController::remember(std::size_t rung, const Measurement& taken) {
   visits_.push_back({rung, taken, scatter()});
 }
 
-// A threshold may need some steps to follow the density. Fewer bytes than other rungs foretell tell
+// A threshold may need some steps to follow the density. Fewer bytes than other rungs predict tell
 // of a lower rung: this one. What sends everything needs no steps, and tells nothing of the others.
 std::size_t DensityController::rung_sent(const Measurement& taken) const {
   if (level().everything()) return rung_;
@@ -327,7 +327,7 @@ std::size_t DensityController::rung_sent(const Measurement& taken) const {
     if (ladder_[visit.rung].level.everything()) continue;
     usual = std::max(usual, visit.taken.bytes / ladder_[visit.rung].bytes);
   }
-  if (taken.bytes >= kAsForetold * usual * ladder_[rung_].bytes) return rung_;
+  if (taken.bytes >= kAsPredicted * usual * ladder_[rung_].bytes) return rung_;
   return std::min(rung_with(taken.bytes / usual), rung_);
 }
 

@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -251,7 +251,7 @@ def _prepare_together(
     comm: GroupCommunicator,
     kind: Kind,
     method: str,
-    given: dict[str, object],
+    given: dict[str, Any],
     timeout: timedelta | None,
     scaler: object,
     terms: str,
@@ -281,7 +281,7 @@ def _prepare(
     comm: GroupCommunicator,
     kind: Kind,
     method: str,
-    given: dict[str, object],
+    given: dict[str, Any],
     timeout: timedelta | None,
     scaler: object,
 ) -> _Prepared:

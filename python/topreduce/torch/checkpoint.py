@@ -158,11 +158,9 @@ def _compare(saved: Mapping[str, Any], here: Mapping[str, Any], differs: str) ->
         for keys in (here.keys() - saved.keys(), saved.keys() - here.keys())
     )
     if missing or unknown:
-        raise ValueError(
-            differs
-            or f"saved for another model, or damaged: missing {few(missing)}; not known here "
-            f"{few(unknown)}"
-        )
+        parts = [f"missing {few(missing)}"] if missing else []
+        parts += [f"not known here: {few(unknown)}"] if unknown else []
+        raise ValueError(differs or f"saved for another model, or damaged: {'; '.join(parts)}")
     kinds = {key: (_kind(saved[key]), _kind(here[key])) for key in here}
     others = [f"{key} is {was}, here {now}" for key, (was, now) in kinds.items() if was != now]
     if others:

@@ -122,7 +122,7 @@ class DDPKind:
         return parameter
 
     def reducer(
-        self, comm: GroupCommunicator, layout: Layout, method: str, settings: dict[str, object]
+        self, comm: GroupCommunicator, layout: Layout, method: str, settings: dict[str, Any]
     ) -> Averager:
         if isinstance(comm, Levels):
             return on_two_levels(comm, layout, method, settings)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ class FSDPKind(ModuleKind):
         self.check_hooks()
 
     def reducer(
-        self, comm: GroupCommunicator, layout: Layout, method: str, settings: dict[str, object]
+        self, comm: GroupCommunicator, layout: Layout, method: str, settings: dict[str, Any]
     ) -> Reducer:
         assert isinstance(comm, Replicas)
         reducer = super().reducer(comm, layout, method, settings)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -70,7 +70,7 @@ class Kind(Protocol):
         """What this rank holds of it."""
 
     def reducer(
-        self, comm: GroupCommunicator, layout: Layout, method: str, settings: dict[str, object]
+        self, comm: GroupCommunicator, layout: Layout, method: str, settings: dict[str, Any]
     ) -> Averager: ...
 
     def introduction(self, reducer: Averager) -> str:

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,7 @@ class ModuleKind:
         return self.shards.local(parameter)
 
     def reducer(
-        self, comm: GroupCommunicator, layout: Layout, method: str, settings: dict[str, object]
+        self, comm: GroupCommunicator, layout: Layout, method: str, settings: dict[str, Any]
     ) -> Reducer:
         return Reducer(layout, method, **settings)
 

@@ -72,11 +72,11 @@ class Sync:
         - `delivered`: entries of the mean that are not left out, the same on all ranks.
         - `bytes_sent`, `bytes_received`: by this rank; with `local_group` by its machine.
         - `messages`: that this rank sent.
-        - `rounds`: exchanges that had to wait for one another.
+        - `rounds`: how often messages went out and were waited for, in all exchanges and the vote.
         - `bytes_inside`: sent to ranks of its machine (`local_group`) or replica (`replicas`).
         - `messages_inside`: sent to ranks of its replica.
-        - `kept_energy`: the share, from 0 to 1, of the energy (the sum of squares) of what this
-          rank could have sent that it no longer owes.
+        - `kept_energy`: 1 - left / all. All is the energy (the sum of squares) of owed + gradient,
+          left that of what the step did not settle.
         - `owed_norm`: the norm of what this rank owes after the step.
         - `seconds_computed`: seconds from the first forward pass to the last gradient.
         - `seconds_waited`: seconds that `backward()` waited for us.
@@ -140,6 +140,10 @@ class Sync:
         method: str | None = None,
         *,
         density: float | str | Sequence[float | str] | os.PathLike[str] | None = None,
+        overhead: float | None = None,
+        min_density: float | None = None,
+        max_density: float | None = None,
+        budget_bytes: float | None = None,
         granularity: str | None = None,
         bucket_cap_mb: float | None = None,
         values: str | None = None,
@@ -160,6 +164,10 @@ class Sync:
         given = {
             "method": method,
             "density": density,
+            "overhead": overhead,
+            "min_density": min_density,
+            "max_density": max_density,
+            "budget_bytes": budget_bytes,
             "granularity": granularity,
             "bucket_cap_mb": bucket_cap_mb,
             "values": values,

@@ -46,7 +46,7 @@ class _Part:
     Settings, plan and number of the step are those of a Reducer; a delegate also averages with it.
     """
 
-    def __init__(self, levels: Levels, layout: Layout, method: str, **settings: object) -> None:
+    def __init__(self, levels: Levels, layout: Layout, method: str, **settings: Any) -> None:
         self._reducer = Reducer(layout, method, **settings)
         self._levels = levels
         self._parameters = len(layout.names)
@@ -98,7 +98,7 @@ class _Part:
     def stats(self) -> StepStats:
         return self._reducer.stats
 
-    def configure(self, **changes: object) -> None:
+    def configure(self, **changes: Any) -> None:
         self._reducer.configure(**changes)
 
     def commit_if(self, allows: Callable[[], bool] | None) -> None:
@@ -280,7 +280,7 @@ class Delegate(_Part):
 
     _lost: Exception | None = None  # what kept a member from getting the last mean
 
-    def __init__(self, levels: Levels, layout: Layout, method: str, **settings: object) -> None:
+    def __init__(self, levels: Levels, layout: Layout, method: str, **settings: Any) -> None:
         self._images: list[tuple[Tensor, Tensor]] = []  # gradients, and where the core sees them
         super().__init__(levels, layout, method, **settings)
 
@@ -407,7 +407,7 @@ class Member(_Part):
 
 
 def on_two_levels(
-    levels: Levels, layout: Layout, method: str, settings: dict[str, object]
+    levels: Levels, layout: Layout, method: str, settings: dict[str, Any]
 ) -> Delegate | Member:
     """This rank's part in averaging over machines."""
     kind = Member if levels.between is None else Delegate
