@@ -290,6 +290,22 @@ TEST(DensityController, AVerySlowNetworkEndsTheWarmUp) {
   EXPECT_LT(run.rungs[run.rung()].bytes, run.rungs[run.visited[0]].bytes / 8);
 }
 
+// As a small model on busy hosts: single steps wait far longer than others, whatever they send.
+TEST(DensityController, ASlowStepDoesNotEndTheRamp) {
+  const Hosts quick{.computed = 0.05, .rate = 1000 * kMbit};
+  Hosts hosts = quick;
+  hosts.noise = 0.1;
+  hosts.hiccup = 5e-3;
+  for (unsigned seed = 1; seed <= 20; ++seed) {
+    SCOPED_TRACE(seed);
+    Training run({.ramp_overhead = 0.4, .warmup_steps = 10, .ramp_steps = 100}, seed);
+    run.controller.resume({1, wire::ValueFormat::int4}, false);
+    run.steps(hosts, 90);
+    const double free = run.rungs[quick.best(run.rungs, 0.05)].bytes;
+    for (std::size_t i = 0; i < 90; ++i) EXPECT_GE(run.rungs[run.visited[i]].bytes, free / 8) << i;
+  }
+}
+
 TEST(DensityController, KeepsToTheBytes) {
   const Hosts hosts{.rate = 1000 * kMbit};
   Training run({.most_bytes = 1e6});

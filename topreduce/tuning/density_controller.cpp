@@ -19,7 +19,8 @@ constexpr std::size_t kNear = 2;    // rungs between good and bad that are not w
 constexpr double kNearly = 0.9;     // of what it may cost: not worth one either
 
 // In the ramp.
-constexpr double kFarTooLong = 2;  // times what is allowed: one look is enough
+constexpr double kFarTooLong = 2;  // times what is allowed: fewer looks are enough ...
+constexpr std::size_t kSure = 3;   // ... than usual, but one only while nothing else is known
 constexpr double kMostUpInRamp = 2, kLeastDownInRamp = 0.5;
 
 // Holding still.
@@ -283,8 +284,9 @@ void DensityController::go_down(const Measurement& taken, double least) {
   move_to(std::min(rung_with(ladder_[rung_].bytes * factor), rung_ - 1));
 }
 
-// To what the last looks say would take as long as it may, up or down. What work costs is told by
-// two rungs, so the second comes soon. Everything in finer formats only where that is free: early
+// To what the last looks say would take as long as it may, up or down; not down where fewer bytes
+// would hardly be quicker, and no further for a single slow step. What work costs is told by two
+// rungs, so the second comes soon. Everything in finer formats only where that is free: early
 // steps gain nothing by it.
 void DensityController::follow_ramp() {
   const Measurement taken = median_of_last(kEnough);
@@ -292,11 +294,14 @@ void DensityController::follow_ramp() {
     remember(rung_, taken);
     learn_processor();
   }
-  const bool far = cost(taken) > kFarTooLong;
+  const bool first = visits_.empty();
+  const bool far = cost(taken) > kFarTooLong && looks_.size() >= (first ? 1 : kSure);
   if (looks_.size() < kEnough && !far) return;
+  const double least = first ? kLeastDown : kLeastDownInRamp;
   const auto next_rung = [&] {
-    double factor = fits(taken) ? std::min(factor_up(taken), kMostUpInRamp)
-                                : std::max(factor_down(taken), far ? kLeastDown : kLeastDownInRamp);
+    double factor = fits(taken)      ? std::min(factor_up(taken), kMostUpInRamp)
+                    : will_do(taken) ? 1.0
+                                     : std::max(factor_down(taken), least);
     if (visits_.size() == 1 && rung_ > 0) factor = std::min(factor, kLeastDownInRamp);
     return rung_with(ladder_[rung_].bytes * factor);
   };
