@@ -306,6 +306,23 @@ TEST(DensityController, ASlowStepDoesNotEndTheRamp) {
   }
 }
 
+TEST(DensityController, FollowsARateThatFallsInTheRamp) {
+  for (const double mbit : {50., 200., 1000.}) {
+    for (const double slower : {3., 10., 100.}) {
+      SCOPED_TRACE(std::to_string(mbit) +
+                   " Mb/s, then so many times slower: " + std::to_string(slower));
+      const Hosts fast{.rate = mbit * kMbit, .noise = 0.05};
+      Hosts slow = fast;
+      slow.rate /= slower;
+      Training run({.ramp_overhead = 0.4, .warmup_steps = 10, .ramp_steps = 100});
+      run.controller.resume({1, wire::ValueFormat::int4}, false);
+      run.steps(fast, 40);
+      run.steps(slow, 20);
+      EXPECT_LE(run.rung(), slow.best(run.rungs, 0.4));
+    }
+  }
+}
+
 TEST(DensityController, KeepsToTheBytes) {
   const Hosts hosts{.rate = 1000 * kMbit};
   Training run({.most_bytes = 1e6});

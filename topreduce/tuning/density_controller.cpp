@@ -56,7 +56,7 @@ constexpr double kAsPredicted = 0.9;   // bytes
 constexpr double kStillRising = 1.08;  // bytes, from one look to the next
 
 // Waiting that bytes are not to blame for.
-constexpr double kClearlyFewer = 0.7, kHardlyShorter = 0.8, kAboveFloor = 1.1;
+constexpr double kAboveFloor = 1.1;
 
 double median(std::span<double> values) {
   std::ranges::sort(values);
@@ -294,14 +294,14 @@ void DensityController::follow_ramp() {
     remember(rung_, taken);
     learn_processor();
   }
-  const bool first = visits_.empty();
-  const bool far = cost(taken) > kFarTooLong && looks_.size() >= (first ? 1 : kSure);
+  const std::size_t sure = visits_.empty() ? 1 : kSure;
+  const bool far = cost(taken) > kFarTooLong && looks_.size() >= sure;
   if (looks_.size() < kEnough && !far) return;
-  const double least = first ? kLeastDown : kLeastDownInRamp;
+  const double least = far ? kLeastDown : kLeastDownInRamp;
   const auto next_rung = [&] {
-    double factor = fits(taken)      ? std::min(factor_up(taken), kMostUpInRamp)
-                    : will_do(taken) ? 1.0
-                                     : std::max(factor_down(taken), least);
+    double factor = fits(taken)              ? std::min(factor_up(taken), kMostUpInRamp)
+                    : !far && will_do(taken) ? 1.0
+                                             : std::max(factor_down(taken), least);
     if (visits_.size() == 1 && rung_ > 0) factor = std::min(factor, kLeastDownInRamp);
     return rung_with(ladder_[rung_].bytes * factor);
   };
