@@ -1,6 +1,7 @@
 """`topreduce advise`: what would be chosen where."""
 
 import json
+import re
 
 import pytest
 
@@ -37,10 +38,28 @@ def test_it_says_where_others_are_better() -> None:
     assert "16 bits" in words_of(8e9)
     assert "local updates" in words_of(1e6)
     assert "local updates" in words_of(1e9, delay=0.2)
+    assert "local updates" not in words_of(1e8)
     assert "nothing to gain" not in words_of(1e8)
     far = advice.advise(advice.Site(entries=10e6, ranks=16, computed=0.12, rate=1e9, delay=2e-3))
     assert "sends more here in no more time than auto" in str(far)
     assert "sends more here" not in words_of(1e8)
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e7, 1e8, 1e9, 8e9, 25e9, 100e9, None])
+@pytest.mark.parametrize("entries", [1e6, 100e6])
+def test_there_is_one_verdict(rate: float | None, entries: float) -> None:
+    words = advice.advise(advice.Site(entries=entries, ranks=4, computed=0.3, rate=rate)).words
+    first, *rest = words
+    assert re.search("nothing to gain|quick enough here|Hardly worth it|quicker than DDP", first)
+    assert all(each.startswith("Even so") for each in rest)
+
+
+def test_bytes_are_not_saved_for_nothing() -> None:
+    """Where a pass over the model at the end of a step is what is waited for."""
+    site = advice.Site(entries=100e6, ranks=4, computed=0.3, rate=10e9)
+    auto = advice.advise(site).rows[0]
+    assert auto.waited > 0.05 * auto.seconds
+    assert float(auto.level) > 0.01
 
 
 def test_a_model_of_the_lab(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ METHODS = (
     "arc_topk:density=0.2",
 )
 _LIMITLESS = 1e12  # bytes per second
+_LONG = 0.3  # of a step: waiting
 _EXAMPLE = Layout([("weight", [1000, 1000])])
 
 
@@ -85,28 +86,33 @@ def _row_ddp(name: str, bits: float, site: Site) -> Row:
 
 
 def _words(rows: Sequence[Row], site: Site, overhead: float) -> Iterator[str]:
+    """One verdict, and what else there is to do where even that waits for long."""
     auto, dense, half = rows[0], rows[-2], rows[-1]
     most = site.computed * (1 + overhead)
+    fits = auto.waited <= overhead * auto.seconds
+    denser = [row for row in rows[1:-2] if row.bytes > auto.bytes and row.seconds <= auto.seconds]
+    times = dense.seconds / auto.seconds
     if dense.seconds <= most:
         yield "Plain DDP hides its all-reduce here: there is nothing to gain."
-    elif half.seconds <= most:
+    elif half.seconds <= max(most, auto.seconds):
         yield "DDP with 16 bits (fp16_compress_hook) is quick enough here, if fp16 will do."
-    if auto.seconds > (1 + 2 * overhead) * site.computed:
-        yield (
-            f"Even at {auto.level} a step waits for {auto.waited / auto.seconds:.0%} of its time: "
-            "local updates (DDP's post_local_sgd), larger batches or several ranks per machine "
-            "(local_group) are the better choice."
-        )
-    denser = [row for row in rows[1:-2] if row.bytes > auto.bytes and row.seconds <= auto.seconds]
-    if denser:
+    elif times <= 1 + overhead:
+        yield f"Hardly worth it: auto saves {1 - 1 / times:.0%} of a step; DDP learns more in each."
+    elif denser and not fits:
         best = max(denser, key=lambda row: row.bytes)
         yield (
             f'attach(model, "{best.method}") sends more here in no more time than auto, which '
-            "finds no density that is quick enough."
+            f"finds no density that is quick enough: {dense.seconds / best.seconds:.1f} times "
+            "quicker than DDP."
         )
-    if dense.seconds > auto.seconds * (1 + overhead):
-        times = dense.seconds / auto.seconds
+    else:
         yield f'attach(model, "auto") makes steps {times:.1f} times quicker than DDP.'
+    if auto.waited > _LONG * auto.seconds and half.seconds > auto.seconds:
+        yield (
+            f"Even so {auto.waited / auto.seconds:.0%} of a step are waiting: local updates (DDP's "
+            "post_local_sgd), larger batches or several ranks per machine (local_group) could save "
+            "more."
+        )
 
 
 def lines(advice: Advice) -> Iterator[str]:
@@ -117,7 +123,7 @@ def lines(advice: Advice) -> Iterator[str]:
     for row in advice.rows:
         share = row.waited / row.seconds
         yield (
-            f"{row.method:<{widest}}  {row.level:>8}  {row.bytes / 1e6:>9.3f}  "
+            f"{row.method:<{widest}}  {row.level:>8}  {row.bytes / 1e6:>9.3g}  "
             f"{1e3 * row.seconds:>9.1f}  {share:>7.1%}"
         )
     yield ""

@@ -100,11 +100,18 @@ Forecast forecast_ddp(double bits, const Site& site) {
 Level advise(const Pipeline& pipeline, const Site& site) {
   const std::vector<Rung> ladder = pipeline.ladder(site.ranks);
   const double most = pipeline.search.most_bytes;
+  const Forecast lowest = forecast(pipeline, ladder.front().level, site);
+  const bool fits = lowest.waited <= pipeline.search.overhead * lowest.seconds;
+  const auto will_do = [&](const Forecast& step) {
+    if (fits) return step.waited <= pipeline.search.overhead * step.seconds;
+    const bool more = lowest.bytes < kClearlyFewer * step.bytes;
+    return more && lowest.waited > kHardlyShorter * step.waited;
+  };
   const Level* best = &ladder.front().level;
   for (const Rung& rung : ladder) {
     const Forecast step = forecast(pipeline, rung.level, site);
     if (most > 0 && step.bytes > most) continue;
-    if (step.waited <= pipeline.search.overhead * step.seconds) best = &rung.level;
+    if (will_do(step)) best = &rung.level;
   }
   return *best;
 }

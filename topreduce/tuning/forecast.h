@@ -29,8 +29,8 @@ TOPREDUCE_API Forecast forecast(const Pipeline& pipeline, const Level& level, co
 /// Of PyTorch's own all-reduce under DistributedDataParallel, with so many bits for a value.
 TOPREDUCE_API Forecast forecast_ddp(double bits, const Site& site);
 
-/// The level that density=auto would find: the highest that waits at most `overhead` of a step; the
-/// lowest if there is none.
+/// The level that density=auto would find: the highest that waits at most `overhead` of a step. If
+/// there is none, the highest that waits hardly longer than the lowest, or the lowest.
 TOPREDUCE_API Level advise(const Pipeline& pipeline, const Site& site);
 
 }  // namespace topreduce::tuning

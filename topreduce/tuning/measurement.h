@@ -5,6 +5,9 @@
 
 namespace topreduce::tuning {
 
+/// Bytes are not to blame for a wait that so many fewer of them hardly shorten.
+constexpr double kClearlyFewer = 0.7, kHardlyShorter = 0.8;
+
 /// What a step took. Merged over the ranks it is of the whole run: all ranks end a step together,
 /// so the one that waited least computed longest, and waited for nothing but the exchange.
 struct Measurement {
