@@ -260,7 +260,11 @@ std::string Reducer::reason() const {
     case Pipeline::Rule::found: return "the search has not begun";
     case Pipeline::Rule::fixed: break;
   }
-  return "as set";
+  const Pipeline& pipeline = impl_->pipeline;
+  const std::uint64_t last = pipeline.warmup_steps + pipeline.ramp_steps;
+  if (impl_->step >= last || pipeline.choice == Choice::everything) return "as set";
+  return (impl_->step < pipeline.warmup_steps ? "warm-up: " : "ramp: ") +
+         pipeline.spec.settings.at("density") + " from step " + std::to_string(last);
 }
 
 std::string Reducer::choices() const {

@@ -16,6 +16,8 @@ void bind_reducer(nanobind::module_& module);
 void bind_stats(nanobind::module_& module);
 void bind_tuning(nanobind::module_& module);
 
+/// In UTF-8; ValueError for text that has none.
+std::string text_of(nanobind::handle text);
 /// An object as an error shows it: briefly.
 std::string shown(nanobind::handle object);
 /// A TypeError: "what, not object".

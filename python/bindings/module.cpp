@@ -15,11 +15,22 @@ class NetworkError : public std::exception {};
 
 }  // namespace
 
+std::string text_of(nb::handle text) {
+  Py_ssize_t size = 0;
+  const char* const bytes = PyUnicode_AsUTF8AndSize(text.ptr(), &size);
+  if (bytes == nullptr) throw nb::python_error();  // a UnicodeEncodeError, which is a ValueError
+  return {bytes, static_cast<std::size_t>(size)};
+}
+
 std::string shown(nb::handle object) {
   constexpr std::size_t kMost = 60;
-  const std::string text = nb::repr(object).c_str();
-  if (text.size() <= kMost && text.find('\n') == text.npos) return text;
-  return nb::str(nb::type_name(object.type())).c_str();
+  try {
+    const std::string text = text_of(nb::repr(object));
+    if (text.size() <= kMost && text.find('\n') == text.npos) return text;
+  } catch (nb::python_error& error) {  // its type says enough
+    if (!error.matches(PyExc_Exception)) throw;
+  }
+  return text_of(nb::str(nb::type_name(object.type())));
 }
 
 nb::builtin_exception wrong_type(const std::string& what, nb::handle object) {

@@ -85,9 +85,9 @@ std::span<float> writable_floats(const char* caller, const nb::handle& object) {
 std::string setting_text(const nb::handle& value) {
   std::string text;
   if (nb::isinstance<nb::list>(value) || nb::isinstance<nb::tuple>(value)) {
-    for (const nb::handle each : value) text += std::string(nb::str(each).c_str()) + " ";
+    for (const nb::handle each : value) text += text_of(nb::str(each)) + " ";
   } else {
-    text = nb::str(value).c_str();
+    text = text_of(nb::str(value));
   }
   constexpr const char* kBlank = " \t\n";
   text.erase(text.find_last_not_of(kBlank) + 1);
@@ -109,7 +109,10 @@ Spec with_settings(Spec spec, const std::string& method, const nb::kwargs& setti
 
 Spec spec_of(const nb::object& method, const nb::kwargs& settings) {
   std::string text;
-  if (!nb::try_cast(method, text)) throw wrong_type("method must be a name such as 'topk'", method);
+  if (!nb::isinstance<nb::str>(method)) {
+    throw wrong_type("method must be a name such as 'topk'", method);
+  }
+  text = text_of(method);
   return with_settings(topreduce::parse_spec(text), text, settings);
 }
 

@@ -199,8 +199,9 @@ def fixed_parts(rank: Rank) -> None:
         ({"density": 0.2, "min_density": 0.1}, "^min_density: .* density=0.2 is fixed"),
         ({"method": "topk:density=0.2,overhead=0.1"}, "^overhead: .* density=0.2 is fixed"),
         ({"density": "1%"}, "density=1% must be a share, not a percentage: write 0.01"),
+        ({"method": 0.001}, "^method must be a name such as 'topk', not 0.001"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises((ValueError, TypeError), match=words):
             sync.configure(**changes)
     assert sync._reducer.spec["density"] == "0.1"
     sync.configure(density="auto", budget_bytes=100)

@@ -1,6 +1,7 @@
 // What changes between steps: settings, the order of buckets, the state.
 
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <utility>
 
@@ -14,18 +15,20 @@
 namespace topreduce {
 namespace {
 
-// Limits of a search that is not made would be ignored. `given`: in one call. One that gives all
-// settings is the spec of a Reducer, which holds limits in any case.
+// Limits of a search that is not made would be ignored. `given`: in one call. One that gives all of
+// them is the spec of a Reducer, which holds limits in any case.
 void expect_no_idle_limits(const Spec& given, const Pipeline& pipeline) {
-  const bool is_whole = given.settings.size() >= pipeline.spec.settings.size();
-  if (pipeline.rule != Pipeline::Rule::fixed || is_whole) return;
+  if (pipeline.rule != Pipeline::Rule::fixed) return;
+  constexpr const char* kLimits[] = {"overhead", "ramp_overhead", "min_density", "max_density",
+                                     "budget_bytes"};
   std::string limits;
-  for (const char* limit :
-       {"overhead", "ramp_overhead", "min_density", "max_density", "budget_bytes"}) {
-    if (given.settings.contains(limit))
-      limits += (limits.empty() ? "" : " and ") + std::string(limit);
+  std::size_t count = 0;
+  for (const char* limit : kLimits) {
+    if (!given.settings.contains(limit)) continue;
+    limits += (limits.empty() ? "" : " and ") + std::string(limit);
+    ++count;
   }
-  if (limits.empty()) return;
+  if (count == 0 || count == std::size(kLimits)) return;
   throw std::invalid_argument(
       limits + ": for density=auto only, and density=" + pipeline.spec.settings.at("density") +
       " is fixed; leave out one of the two");

@@ -402,10 +402,12 @@ class Sync:
         if self._steps.broken is not None:
             return f"broken ({self._steps.broken})"
         reducer = self._reducer
-        mode = "bypassed" if reducer.bypassed else f"density {reducer.density:.3g}"
-        if reducer.spec["density"] == "auto" and not reducer.bypassed:
-            if reducer.density == 1:
-                mode = f"everything in {reducer.level}"
+        if reducer.bypassed:
+            return f"{reducer.spec['method']}, bypassed"
+        mode = f"density {reducer.density:.3g}"
+        if reducer.density == 1:
+            mode = f"everything in {reducer.level}"
+        if reducer.reason != "as set":
             mode += f" ({reducer.reason})"
         return f"{reducer.spec['method']}, {mode}"
 
@@ -424,7 +426,7 @@ class Sync:
             self._comm.concur(f"{action} before step {self._reducer.step}")
             change()  # raises ValueError on all ranks or on none: they agree on all it looks at
             self._reducer.agree(self._comm)
-        except ValueError:
+        except (ValueError, TypeError):  # of what was asked for: alike on all ranks
             raise
         except Exception as error:
             raise self._steps.fail(error) from None
