@@ -135,6 +135,10 @@ void expect_refused(const char* spec, const std::vector<std::string>& words) {
 TEST(Catalog, UnknownWordsGetTheNearestAndTheList) {
   expect_refused("topkk", {"unknown method 'topkk'", "did you mean 'topk'?", "auto, dense, topk"});
   expect_refused("tokp", {"did you mean 'topk'?"});
+  expect_refused("TopK", {"did you mean 'topk'?"});
+  expect_refused("topk:ratio=0.1", {"did you mean 'density'?"});
+  expect_refused("topk:density=5%", {"write 0.05"});
+  expect_refused("topk:density=150%", {"must be a number in (0, 1]"});
   expect_refused("zzzzz", {"unknown method 'zzzzz'; known: auto, dense, topk, "});
   expect_refused("topk:densty=0.1", {"topk", "'densty'", "did you mean 'density'?", "granularity"});
   expect_refused("topk:feedback=residuals", {"feedback 'residuals'", "'residual'?", "none"});

@@ -125,9 +125,16 @@ std::string complaint(const Setting& setting, std::string_view value) {
                     !(whole && *number != std::floor(*number));
   if (fits) return {};
   const auto share = setting.high == 1 ? share_of_percent(value) : std::nullopt;
-  if (share) return "must be a share, not a percentage: write " + *share;
+  if (share && complaint(setting, *share).empty())
+    return "must be a share, not a percentage: write " + *share;
   const bool density = setting.kind == Setting::Kind::density;
   return "must be " + range + (density ? ", auto, or a list such as 0.1*20 0.05" : "");
+}
+
+// What others call a density.
+std::string_view our_word(std::string_view name) {
+  constexpr std::string_view kDensities[] = {"ratio", "compress_ratio", "sparsity", "k"};
+  return std::ranges::find(kDensities, name) == std::end(kDensities) ? name : "density";
 }
 
 template <class Entry>
@@ -155,7 +162,7 @@ Settings::Settings(std::string_view owner, std::span<const Setting> known, const
     const auto setting = std::ranges::find(known, name, &Setting::name);
     if (setting == known.end()) {
       throw std::invalid_argument(std::string(owner) + ": unknown setting '" + name + "'" +
-                                  suggest(name, names));
+                                  suggest(our_word(name), names));
     }
     if (const std::string wrong = complaint(*setting, value); !wrong.empty()) {
       throw std::invalid_argument(std::string(owner) + ": " + name + "=" + value + " " + wrong);

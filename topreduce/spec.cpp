@@ -1,6 +1,7 @@
 #include "topreduce/spec.h"
 
 #include <algorithm>
+#include <cctype>
 #include <numeric>
 #include <stdexcept>
 
@@ -91,10 +92,12 @@ std::string to_string(const Spec& spec) {
 
 std::string suggest(std::string_view word, const std::vector<std::string>& known) {
   if (known.empty()) return "; none is known";
-  std::string text;
+  std::string text, lower(word);
+  std::ranges::transform(lower, lower.begin(),
+                         [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
   const auto nearest = std::ranges::min_element(
-      known, {}, [&](const std::string& candidate) { return edits(word, candidate); });
-  if (edits(word, *nearest) <= std::max<std::size_t>(1, word.size() / 3)) {
+      known, {}, [&](const std::string& candidate) { return edits(lower, candidate); });
+  if (edits(lower, *nearest) <= std::max<std::size_t>(1, word.size() / 3)) {
     text = "; did you mean '" + *nearest + "'?";
   }
   text += text.empty() ? "; known: " : " known: ";

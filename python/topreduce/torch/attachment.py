@@ -209,7 +209,8 @@ def _check_local_group(local_group: object) -> None:
             "local_group: this rank is not in that group; give each rank the group of its own "
             "machine, as torch.distributed.new_subgroups() returns it"
         )
-    if not (local_group in (None, "host") or isinstance(local_group, dist.ProcessGroup)):
+    is_host = isinstance(local_group, str) and local_group == "host"
+    if not (local_group is None or is_host or isinstance(local_group, dist.ProcessGroup)):
         raise ValueError(
             "local_group must be 'host', or the process group of the ranks of this rank's machine, "
             f"not {local_group!r}"
@@ -224,7 +225,10 @@ def _patterns(keep_dense: object, module: torch.nn.Module) -> str:
     for each in patterns:
         if not isinstance(each, str):
             names = [name for name, known in module.named_parameters() if known is each]
-            names += [f"{name}.*" for name, known in module.named_modules() if known is each]
+            names += [
+                f"{name}.*" for name, known in module.named_modules() if known is each and name
+            ]
+            names += ["*"] if each is module else []
             meant = f": write {plain_name(names[0])!r}" if names else ""
             raise TypeError(
                 "keep_dense takes a list of names and patterns, such as ['*norm*'], not "

@@ -89,9 +89,9 @@ class Surroundings:
             )
         if self.forgotten and not self._known:
             warnings.warn(
-                f"{self.forgotten}, but what its ranks owed was not: give this handle the "
-                "state_dict() that belongs to the model, before the first step. Without it the "
-                "gradients that were not yet sent are lost; for a fresh start that is right",
+                f"{self.forgotten}, and what its ranks still owed was not loaded: the gradients "
+                "that were not yet sent are lost. Give this handle the state_dict() that belongs "
+                "to the model before its first step; for a fresh start ignore this",
                 RuntimeWarning,
                 stacklevel=2,
             )
