@@ -220,6 +220,9 @@ def test_a_model_of_the_users(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("race --methods noop,diloco:30", "diloco:30: for `lab train` only"),
+        ("plot results.json --out loss.png", "loss.svg"),
+        ("report nowhere.json", "nowhere.json: No such file or directory"),
         ("race --methods tpok", "unknown method 'tpok'"),
         ("race --rate none --then 1gbit", "--then changes rates"),
         ("race --then none", "--then changes rates"),

@@ -565,3 +565,17 @@ def test_the_readme_shows_what_was_measured(compared: Results, tmp_path: Path) -
     else:
         assert readme.count(script["BEGIN"]) == readme.count(script["END"]) == 1
         assert "loss.svg" not in readme
+
+
+def test_a_loss_that_is_not_finite_is_no_aim(results: Results) -> None:
+    for wrong in (math.inf, math.nan):
+        runs = list(results.runs)
+        for number, run in enumerate(runs):
+            if run.spec == "dense":
+                end = replace(run.evaluations[-1], loss=wrong)
+                runs[number] = replace(run, evaluations=[*run.evaluations[:-1], end])
+        lost = replace(results, runs=runs)
+        assert lost.aim() is None
+        assert verdict(lost) == ""
+        assert "<svg" in report.page([lost])
+        assert "<svg" in loss_plot(lost)

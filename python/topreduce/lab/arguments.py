@@ -149,7 +149,9 @@ def make_parser() -> argparse.ArgumentParser:
         "and writes a page with charts.",
         "topreduce lab report a/results.json b/results.json --out both.html",
     )
-    shown.add_argument("files", nargs="+", type=Path, metavar="results.json")
+    shown.add_argument(
+        "files", nargs="+", type=Path, metavar="results.json", help="or the folder that it is in"
+    )
     shown.add_argument("--out", type=Path, default=Path("report.html"), help="page to write")
     shown.add_argument("--json", action="store_true", help="print all numbers as JSON")
     shown.add_argument(

@@ -59,7 +59,11 @@ def guarded(action: Callable[[], None], name: str) -> int:
     """Runs an action of the lab; its errors become words and an exit code."""
     try:
         action()
-    except (ValueError, FileNotFoundError) as error:
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"topreduce {name}: {where}{error.strerror or error}", file=sys.stderr)
+        return 2
+    except ValueError as error:
         print(f"topreduce {name}: {error}", file=sys.stderr)
         return 2
     except (ClusterError, RankError) as error:
@@ -87,6 +91,11 @@ def publish(console: Console, results: Results, folder: Path) -> Path:
 
 
 def _race(asked: argparse.Namespace, console: Console) -> None:
+    local = [each.label for each in methods(asked, RACE_METHODS) if each.is_local]
+    if local:
+        raise ValueError(
+            f"{', '.join(local)}: for `lab train` only, as most of its steps send nothing"
+        )
     options = RaceOptions(
         workload=workload(asked),
         methods=with_again(methods(asked, RACE_METHODS)),
@@ -133,7 +142,7 @@ def _train(asked: argparse.Namespace, console: Console) -> None:
 
 
 def _report(asked: argparse.Namespace, console: Console) -> None:
-    files: list[Path] = asked.files
+    files: list[Path] = [each / RESULTS if each.is_dir() else each for each in asked.files]
     several = [load(file) for file in files]
     if asked.markdown:
         print("\n\n".join(markdown(results) for results in several))
@@ -152,6 +161,8 @@ def _report(asked: argparse.Namespace, console: Console) -> None:
 
 
 def _plot(asked: argparse.Namespace, console: Console) -> None:
+    if asked.out.suffix != ".svg":
+        raise ValueError(f"--out {asked.out}: plot draws SVG; name the file so, as in loss.svg")
     drawn = loss_plot(load(asked.file))
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.out.write_text(drawn)

@@ -20,7 +20,7 @@ from topreduce.lab.network.cluster import become_root, obstacle, parse_rates
 from topreduce.lab.report.results import Results, new_folder
 from topreduce.lab.tasks.models import MODELS, Workload
 
-METHODS = "dense,bf16,topk:density=0.01"
+METHODS = "dense,bf16,auto"
 SAMPLE_CHARACTERS = 240
 SAMPLE_LINES = 4
 

@@ -243,7 +243,8 @@ def _check(spec: str) -> None:
         try:
             Reducer(Layout([("weight", [8, 8])]), spec.removeprefix(OURS))
         except ValueError as error:
-            raise ValueError(f"{error}; of PyTorch's own: {', '.join(STOCK)}") from None
+            others = f"; of others: {', '.join(STOCK)}" if "unknown method" in str(error) else ""
+            raise ValueError(f"{error}{others}") from None
     elif argument and name not in _WITH_NUMBER:
         raise ValueError(f"method {spec!r}: {name} takes no settings")
     elif argument and not re.fullmatch("[1-9][0-9]*", argument):

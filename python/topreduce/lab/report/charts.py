@@ -36,7 +36,7 @@ def loss_charts(several: Sequence[Results]) -> Iterator[str]:
     if not runs:
         return
     levels = list(dict.fromkeys(level for each in several for level in to_reach(each)))
-    highest = max([top(runs), *(level for _, level in levels)])
+    highest = top(runs, levels)
     words = ["Lower and further to the left is better.", *cut_words(runs, highest)]
     if any(results.clock == "race" for results in several):
         words.append("Trained without the limit; the time of each step is that of the race.")
@@ -126,7 +126,7 @@ class _Lines:
         """A chart, and below it a legend by who made the methods: ours first."""
         series, makers = [], dict[str, dict[str, str]]()
         for each, points in curves:
-            if is_drawn(points, self._top):
+            if is_drawn([point for point in points if math.isfinite(point[1])], self._top):
                 colour, ours = self._colours[each.label], is_ours(each.spec)
                 series.append(Series(each.label, _thinned(points), colour, ours))
                 makers.setdefault(maker(each.spec), {})[each.label] = line_class(series[-1])

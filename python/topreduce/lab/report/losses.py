@@ -17,21 +17,23 @@ def to_reach(results: Results) -> list[tuple[str, float]]:
     return [] if aim is None else [(f"to reach: {aim:.3f}", aim)]
 
 
-def top(runs: Sequence[TrainRun]) -> float:
+def top(runs: Sequence[TrainRun], levels: Sequence[tuple[str, float]]) -> float:
     """The highest loss that gets room: the first fall is the same for all, and steep; what lies
-    above the untrained model would only press the other lines together.
+    above the untrained model would only press the other lines together. `levels` get it anyway.
     """
     start = _start(runs)
     first = [losses[0] for run in runs if (losses := _finite(_from(start, run)))]
     untrained = [losses[0] for run in runs if (losses := _finite(run.evaluations))]
-    return min(max(first, default=math.inf), max(untrained, default=math.inf))
+    highest = min(max(first, default=math.inf), max(untrained, default=math.inf))
+    return max([highest, *(level for _, level in levels)])
 
 
 def cut_words(
     runs: Sequence[TrainRun], highest: float, name: Callable[[str], str] = str
 ) -> list[str]:
     """A note on what charts that end at this loss do not show; none if they show all."""
-    if all(each.loss <= highest for run in runs for each in run.evaluations):
+    losses = [each.loss for run in runs for each in run.evaluations]
+    if highest == math.inf or all(loss <= highest for loss in losses):
         return []
     start = _start(runs)
     whole = {run.label for run in runs if all(each.loss <= highest for each in _from(start, run))}

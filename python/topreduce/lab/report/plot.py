@@ -27,7 +27,8 @@ def loss_plot(results: Results) -> str:
     labels = best_settings(results)
     left_out = [label for label in results.labels() if label not in labels and AGAIN not in label]
     runs = [run for label in labels for run in results.runs_of(label)]
-    highest = top(runs)
+    levels = to_reach(results)
+    highest = top(runs, levels)
     series = [
         Series(
             in_words(run.label),
@@ -42,7 +43,7 @@ def loss_plot(results: Results) -> str:
         "loss on held-out data",
         series,
         "linear",
-        levels=to_reach(results),
+        levels=levels,
         names="at lines",
         top=highest,
     )

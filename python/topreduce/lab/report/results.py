@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import platform
 from collections.abc import Sequence
@@ -52,10 +53,8 @@ class Results:
         """The loss that the runs with this seed were to reach."""
         if self.target_loss is not None:
             return self.target_loss
-        return next(
-            (run.final_loss for run in self.runs if run.spec == REFERENCE and run.seed == seed),
-            None,
-        )
+        ends = (run.final_loss for run in self.runs if run.spec == REFERENCE and run.seed == seed)
+        return next((loss for loss in ends if math.isfinite(loss)), None)
 
     def aim(self) -> float | None:
         """The loss to reach; the mean over seeds, where each has its own."""

@@ -87,11 +87,14 @@ def race_grid(results: Results) -> Grid:
         f"milliseconds. times {first.label}: how many times as long as a step of {first.label}.",
         "MB/step: what a host sent at its network interface, headers included; with --local all "
         "ranks share the loopback interface, and each counts an equal part of its bytes.",
-        "training loss: in the last steps of the race; noop averages nothing at all, and methods "
-        "that find their density have made more steps."
+        "training loss: in the last steps of the race. It says nothing about trainings: a race is "
+        "short and has no warm-up, and methods that find their density have made more steps."
         if results.workload.get("compute") is None
         else "Ranks wait instead of computing, and their gradients are noise: no loss.",
     ]
+    raced = {row.label for row in results.race}
+    if unraced := [label for label in results.labels() if label not in raced]:
+        notes.append(f"Not raced, as most of their steps send nothing: {', '.join(unraced)}.")
     if results.delay:
         notes.append(_delay_words(results))
     if any(AGAIN in row.label for row in results.race):
@@ -194,8 +197,13 @@ def train_grid(results: Results) -> Grid:
         clock,
         f"seconds, MB and steps to the loss: until it was reached. times as fast: seconds of "
         f"{first}, divided by those of this method. steps in all, loss at the end: of the whole "
-        "training, which may go on after the loss was reached. With several seeds there is a "
-        "number for each, or their mean, of times as fast also the smallest and the largest.",
+        "training, which may go on after the loss was reached. "
+        + (
+            "There is a number for each seed, or their mean; of times as fast also the smallest "
+            "and the largest."
+            if len(losses) > 1
+            else "One seed: differences below about 15 % may be luck."
+        ),
         "The A/A row of the race shows the noise of a step"
         + ("; here it is dense with other weights and batches." if again else "."),
     ]
