@@ -12,27 +12,29 @@ void Sample::begin(std::size_t model, std::size_t size) {
 }
 
 void Sample::take(std::size_t offset, const kernels::Terms& terms) {
-  for (std::size_t i = first_place(offset); i < terms.size(); i += stride_) {
-    values_[(offset + i) / stride_] = terms[i];
+  std::size_t i = first_place(offset);
+  for (std::size_t number = (offset + i) / stride_; i < terms.size(); i += stride_, ++number) {
+    values_[number] = terms[i];
   }
 }
 
 void Sample::foresee(std::size_t offset, const kernels::Terms& terms, float cut,
                      const Drift& drift) {
-  for (std::size_t i = first_place(offset); i < terms.size(); i += stride_) {
+  const bool drifts = !drift.velocity.empty();
+  std::size_t i = first_place(offset);
+  for (std::size_t number = (offset + i) / stride_; i < terms.size(); i += stride_, ++number) {
     const float x = terms[i];
     const bool sent = std::abs(x) >= cut;
     float left = terms.base.empty() || sent ? 0 : x;
     const float gradient = terms.scale * terms.gradient[i];
-    if (!drift.velocity.empty() && !(sent && drift.sent == Drift::Sent::stop)) {
+    if (drifts && !(sent && drift.sent == Drift::Sent::stop)) {
       left += drift.at(offset + i, gradient);
     }
-    note(offset + i, left, gradient);
+    note(number, left, gradient);
   }
 }
 
-void Sample::note(std::size_t place, float left, float gradient) {
-  const std::size_t number = place / stride_;
+void Sample::note(std::size_t number, float left, float gradient) {
   values_[number] = number % 2 == 0 ? left + gradient : left - gradient;
 }
 
@@ -73,7 +75,7 @@ void Sample::foresee_on_device(const CompensatedGradient& compensated,
   visit_on_device(compensated,
                   [&](std::size_t segment, std::size_t place, float x, float gradient) {
                     const bool sent = std::abs(x) >= cuts[segment];
-                    note(place, compensated.plain() || sent ? 0 : x, gradient);
+                    note(place / stride_, compensated.plain() || sent ? 0 : x, gradient);
                   });
 }
 

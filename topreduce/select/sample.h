@@ -41,7 +41,7 @@ class Sample {
     return (stride_ - offset % stride_) % stride_;
   }
 
-  void note(std::size_t place, float left, float gradient);
+  void note(std::size_t number, float left, float gradient);
   // visit(segment, place in the flat memory, x, scaled gradient)
   template <class Visit>
   void visit_on_device(const CompensatedGradient& compensated, Visit&& visit);
