@@ -1,6 +1,7 @@
 #include <nanobind/nanobind.h>
 
 #include "bindings.h"
+#include "handover.h"
 #include "topreduce/errors.h"
 #include "topreduce/version.h"
 
@@ -50,6 +51,7 @@ NB_MODULE(_core, module) {
   bind_comm(module);
   bind_device(module);
   bind_catalog(module);
+  bind_handover(module);
   bind_reducer(module);
   bind_tuning(module);
 }

@@ -13,6 +13,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings.h"
+#include "handover.h"
 #include "state.h"
 #include "topreduce/device.h"
 #include "topreduce/wire/checksum.h"
@@ -198,10 +199,32 @@ struct Owner {
     }
   }
 
+  void take_from(nb::object from) {
+    handover = nb::cast<Handover*>(from);
+    handover_held = std::move(from);
+  }
+
+  // What was put there since; whether anything was.
+  bool take_in() {
+    if (handover == nullptr || !handover->take(coming)) return false;
+    const Layout& layout = reducer.layout();
+    for (const auto& [parameter, entries, lent] : coming) {
+      const std::size_t size = parameter < layout.count() ? layout[parameter].size : 0;
+      if (lent) {
+        reducer.lend({&parameter, 1}, {entries, size});
+      } else {
+        reducer.add({&parameter, 1}, {entries, size});
+      }
+    }
+    brought = true;
+    return true;
+  }
+
   void relocate(const nb::object& numbers, const nb::object& gradient) {
     try {
       const std::vector<std::size_t> parameters = parameter_numbers("relocate", numbers);
       const std::span<float> floats = writable_floats("relocate", gradient);
+      take_in();
       reducer.relocate(parameters, floats);
       hold(parameters, gradient);  // and no longer what was there before
     } catch (...) {
@@ -216,6 +239,7 @@ struct Owner {
       const std::span<float> floats = writable_floats("deliver_to", means);
       places_held.push_back(std::move(means));
       const nb::gil_scoped_release release;
+      take_in();
       reducer.deliver_to(parameters, floats);
     } catch (...) {
       abandon(current_words());
@@ -291,13 +315,16 @@ struct Owner {
       const nb::object until_over = comm_held;  // whoever abandons the step meanwhile
       auto& comm = nb::cast<Communicator&>(until_over);
       const nb::gil_scoped_release release;
+      take_in();
       if (comm.size() == 1) return reducer.progress();  // nothing comes, and nobody can wake this
       const std::chrono::duration<double> pace(reducer.pace());
       const Clock::time_point until = Clock::now() + kPatience;
       do {
         const auto left = std::chrono::duration_cast<Clock::duration>(looked + pace - Clock::now());
-        if (left > Clock::duration::zero() && wait_for_wake(comm, left)) return true;
-        if (!brought && wait_for_news(comm, kPatience)) return true;
+        const bool woken = (left > Clock::duration::zero() && wait_for_wake(comm, left)) ||
+                           (!brought && wait_for_news(comm, kPatience));
+        if (woken && !take_in()) return true;  // there is something else to do
+        if (woken) continue;
         const bool busy = reducer.progress();
         looked = Clock::now();
         brought = false;
@@ -311,10 +338,18 @@ struct Owner {
   }
 
   StepStats finish() {
+    try {
+      take_in();
+    } catch (...) {
+      abandon(current_words());
+      throw;
+    }
     const std::vector<nb::object> until_finished = std::exchange(held, {});
     const std::vector<nb::object> places = std::exchange(places_held, {});
     const nb::object comm = std::exchange(comm_held, {});
+    const nb::object from = std::exchange(handover_held, {});
     const nb::gil_scoped_release release;
+    handover = nullptr;
     return reducer.finish();
   }
 
@@ -323,6 +358,8 @@ struct Owner {
     held.clear();
     places_held.clear();
     comm_held.reset();
+    handover = nullptr;
+    handover_held.reset();
   }
 
   // Keeps the array of these parameters alive; the reducer finds out about numbers that are wrong.
@@ -336,6 +373,9 @@ struct Owner {
   std::vector<nb::object> held;         // by parameter
   std::vector<nb::object> places_held;  // where means go
   nb::object comm_held;
+  nb::object handover_held;  // until the step is over
+  Handover* handover = nullptr;
+  std::vector<Handover::Gradient> coming;
   nb::object others;
   nb::object allows;
   nb::object device;
@@ -518,6 +558,9 @@ void bind_reducer(nb::module_& module) {
            "`unused`, whether it has\n"
            "'joined' (is out of data), and if means are over all ranks or those 'present'.\n"
            "What no rank used is not delivered.")
+      .def("take_from", &Owner::take_from, "handover"_a,
+           "Of the open step: gradients that another thread puts there are added, by `attend` and\n"
+           "before anything else that needs them, without Python's lock.")
       .def("progress", &Owner::progress,
            "Go on with exchanges whose messages have come, without waiting, as `add` does: for "
            "long\ncomputations between two gradients. Whether more are under way.")

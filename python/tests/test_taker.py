@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,8 @@ def compare(make: Make, backward: Backward, steps: int = 5, **settings: Any) -> 
 
 
 def wait_for_worker(sync: Sync) -> None:
+    while sync._steps._tasks.brought:  # it takes gradients without a task
+        time.sleep(0.001)
     done = threading.Event()
     sync._steps._tasks.put(done.set)
     done.wait()

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -28,17 +28,38 @@ from topreduce.torch.steps import Step, Steps, is_in_backward
 from topreduce.torch.taker import Batch, Taker
 
 
+class _Contents:
+    """Which parameters lie in a bucket of DDP; the same ones in most steps."""
+
+    def __init__(self, parameters: list[Tensor], numbers: Mapping[int, int]) -> None:
+        """`numbers`: of parameters in the layout, by `id`."""
+        self.parameters = parameters
+        self.found = [numbers.get(id(each)) for each in parameters]  # None: of none there
+        self.known = [number for number in self.found if number is not None]
+        self.sizes = [each.numel() for each in parameters]
+        self.ends = list(itertools.accumulate(self.sizes))
+
+    @property
+    def numbers(self) -> list[int]:
+        if None in self.found:
+            unknown = self.parameters[self.found.index(None)]
+            raise ValueError(
+                f"DDP reduces a parameter of shape {tuple(unknown.shape)} that was not there at "
+                "attach(): wrap the model in a new DistributedDataParallel and attach again"
+            )
+        return self.known
+
+
 class _Bucket:
     """A bucket of DDP in the worker's hands. The memory belongs to DDP."""
 
-    def __init__(self, bucket: GradBucket, lane: Lane) -> None:
+    def __init__(self, bucket: GradBucket, contents: _Contents, lane: Lane) -> None:
         self.future = lane.future()
         self.buffer = bucket.buffer()
         self._lane, self._computed = lane, lane.mark()
-        self.parameters = bucket.parameters()
+        self.contents = contents
         self.is_first = bucket.index() == 0
         self.is_last = bucket.is_last()
-        self.sizes = [each.numel() for each in self.parameters]
         self.unused: list[int] = []
         self.most = largest(self.buffer.dtype)
         self._copies: list[tuple[Tensor, Tensor]] = []  # parts of the buffer, and their means
@@ -82,7 +103,7 @@ class _Pass:
         self.step = step
         self.learns = learns  # how often, and in which order, parameters are called
         self.buckets: list[_Bucket] = []
-        self.taken: dict[int, Tensor] = {}  # by the worker, in fp32
+        self.taken: dict[int, Tensor] = {}  # before their buckets were full, in fp32
         self.lent: dict[int, Tensor] = {}  # that their parameters are without; in buckets are zeros
         self._owners: list[tuple[Tensor, Tensor]] = []  # of these: parameters and gradients
         self._device = device
@@ -90,9 +111,9 @@ class _Pass:
     def queued(self) -> contextlib.AbstractContextManager[None]:
         return self.buckets[-1].queued()
 
-    def find_owners(self, numbers: Iterable[int], parameters: Iterable[Tensor]) -> None:
+    def find_owners(self, contents: _Contents) -> None:
         """Of gradients that are lent."""
-        for number, parameter in zip(numbers, parameters, strict=True):
+        for number, parameter in zip(contents.numbers, contents.parameters, strict=True):
             if number in self.lent:
                 self._owners.append((parameter, self.lent[number]))
 
@@ -143,6 +164,8 @@ class DDPAdapter:
         self._learns = False  # from the next pass
         self._taker = Taker(parameters, self._take, self._object)
         self._taker.plan(reducer.buckets)
+        self._parameters = list(parameters.values())
+        self._contents: dict[tuple[int, ...], _Contents] = {}  # by the ids of parameters
         self._handle = ddp.register_forward_hook(_ForwardHook(weakref.ref(self)))
 
     def release(self) -> None:
@@ -157,30 +180,30 @@ class DDPAdapter:
         in_buckets = self._takes_early and self._reducer.spec["granularity"] == "bucket"
         self._learns = in_buckets and not self._taker.learnt
         takes = in_buckets and self._taker.learnt
-        self._taker.begin(takes=takes, may_keep=self._new_gradients(ddp) if takes else ())
+        self._taker.begin(takes=takes, may_keep=self._new_gradients() if takes else ())
         self._pass = None  # one that user code cut short
 
-    def _new_gradients(self, ddp: DistributedDataParallel) -> set[int]:
+    def _new_gradients(self) -> set[int]:
         """Parameters whose gradients backward() will make, so that nobody else has them."""
         if not (self._may_keep and self._flat is not None and self._flat.borrows):
             return set()
-        numbers = self._numbers
-        return {numbers.get(id(each), -1) for each in ddp.parameters() if each.grad is None}
+        return {number for number, each in enumerate(self._parameters) if each.grad is None}
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """DDP's hook. Never raises inside backward(): that would break DDP's next step."""
-        full = _Bucket(bucket, self._lane(bucket.buffer().device))
+        contents = self._contents_of(bucket)
+        full = _Bucket(bucket, contents, self._lane(bucket.buffer().device))
         stale = self._pass is not None and (self._pass.buckets or not is_in_backward())
         if full.is_first and stale:
             self._pass = None
         current = self._open()
         current.buckets.append(full)
-        step, numbers = current.step, [self._numbers.get(id(each)) for each in full.parameters]
+        step = current.step
         if step.in_backward and self._may_be_unused:
             used = self._taker.used
-            full.unused = [each for each in numbers if each is not None and not used[each]]
+            full.unused = [each for each in contents.known if not used[each]]
         if self._taker.open and step.in_backward:
-            self._taker.complete(number for number in numbers if number is not None)
+            self._taker.complete(contents.known)
             self._taker.flush()
             if full.is_last:
                 self._taker.end()
@@ -188,6 +211,15 @@ class DDPAdapter:
         if full.is_last:
             self._close(current)
         return full.future
+
+    def _contents_of(self, bucket: GradBucket) -> _Contents:
+        parameters = bucket.parameters()
+        ids = tuple(map(id, parameters))
+        if ids not in self._contents:
+            if bucket.index() == 0:  # DDP may have cut them anew
+                self._contents.clear()
+            self._contents[ids] = _Contents(parameters, self._numbers)
+        return self._contents[ids]
 
     def _open(self) -> _Pass:
         if self._pass is None:
@@ -216,7 +248,11 @@ class DDPAdapter:
     def _take(self, batch: Batch) -> None:
         current = self._open()
         kept = self._taker.kept
-        self._steps.hand_over(current.step, lambda: self._add_early(current, batch, kept))
+        if self._steps.bring(current.step, batch, kept):
+            current.taken.update(batch)
+            current.lent.update(each for each in batch if each[0] in kept)
+        else:
+            self._steps.hand_over(current.step, lambda: self._add_early(current, batch, kept))
 
     def _object(self, words: str) -> None:
         def refuse() -> None:
@@ -244,17 +280,20 @@ class DDPAdapter:
             self._taker.plan(self._reducer.buckets)
         if bucket.unused:
             self._reducer.participate(unused=bucket.unused)
-        numbers = [self._number(each) for each in bucket.parameters]
+        contents = bucket.contents
+        numbers = contents.numbers
         if self._device is not None and self._reducer.on_device:
             with bucket.queued():
-                self._device.hold(numbers, bucket.sizes, bucket.buffer)
+                self._device.hold(numbers, contents.sizes, bucket.buffer)
                 self._reducer.add_on_device(numbers, bucket.most)
             return
         if current.learns:
             return
-        current.find_owners(numbers, bucket.parameters)
-        ends = itertools.accumulate(bucket.sizes)
-        places = zip(numbers, bucket.sizes, ends, strict=True)
+        current.find_owners(contents)
+        if bucket.buffer.dtype == torch.float32 and current.lent.keys() >= set(numbers):
+            assert self._flat is not None
+            return self._flat.deliver_to(numbers, bucket.gradient(0, contents.ends[-1]).numpy())
+        places = zip(numbers, contents.sizes, contents.ends, strict=True)
         for early, run in itertools.groupby(places, lambda place: place[0] in current.taken):
             parts = list(run)
             group = [number for number, _, _ in parts]
@@ -265,7 +304,7 @@ class DDPAdapter:
                 self._tell_places(current, parts, bucket)
             else:
                 for number, size, last in parts:
-                    bucket.bring(current.taken[number], last - size, last)
+                    bucket.bring(flat(current.taken[number]), last - size, last)
 
     def _tell_places(
         self, current: _Pass, places: list[tuple[int, int, int]], bucket: _Bucket
@@ -283,11 +322,10 @@ class DDPAdapter:
         found = {}
         for bucket in current.buckets:
             array = bucket.gradient(0, bucket.buffer.numel()).numpy()
-            start = 0
-            for parameter, size in zip(bucket.parameters, bucket.sizes, strict=True):
-                number = self._number(parameter)
-                found[number] = number, array[start : start + size], bucket.most
-                start += size
+            contents = bucket.contents
+            places = zip(contents.numbers, contents.sizes, contents.ends, strict=True)
+            for number, size, end in places:
+                found[number] = number, array[end - size : end], bucket.most
         assert self._flat is not None
         self._flat.add_many([found[number] for number in order])
 
@@ -295,15 +333,6 @@ class DDPAdapter:
         if device not in self._lanes:
             self._lanes[device] = Lane(device)
         return self._lanes[device]
-
-    def _number(self, parameter: Tensor) -> int:
-        number = self._numbers.get(id(parameter))
-        if number is None:
-            raise ValueError(
-                f"DDP reduces a parameter of shape {tuple(parameter.shape)} that was not there at "
-                "attach(): wrap the model in a new DistributedDataParallel and attach again"
-            )
-        return number
 
 
 class _ForwardHook:

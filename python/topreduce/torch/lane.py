@@ -12,6 +12,7 @@ import torch
 from torch.futures import Future
 
 MAIN_MEMORY = torch.device("cpu")
+_NOTHING = contextlib.nullcontext()
 
 
 def is_foreign(device: torch.device) -> bool:
@@ -37,24 +38,28 @@ class Lane:
         self._wait_for_all()
         return None
 
-    @contextlib.contextmanager
-    def behind(self, mark: torch.Event | None) -> Iterator[None]:
+    def behind(self, mark: torch.Event | None) -> contextlib.AbstractContextManager[None]:
         """The worker's work, behind `mark`."""
+        return self._behind(mark) if is_foreign(self._device) else _NOTHING
+
+    def entered(self) -> contextlib.AbstractContextManager[None]:
+        """The worker's work, behind all marks so far."""
+        return _NOTHING if self._stream is None else self._entered()
+
+    @contextlib.contextmanager
+    def _behind(self, mark: torch.Event | None) -> Iterator[None]:
         if self._stream is None:
             yield
             self._wait_for_all()
             return
-        with self.entered():
+        with self._entered():
             if mark is not None:
                 self._stream.wait_event(mark)
             yield
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """The worker's work, behind all marks so far."""
-        if self._stream is None:
-            yield
-            return
+    def _entered(self) -> Iterator[None]:
+        assert self._stream is not None
         before = torch.accelerator.current_stream(self._device)
         torch.accelerator.set_stream(self._stream)
         try:
@@ -83,7 +88,7 @@ class Lane:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _wait_for_all(self) -> None:
-        if self._device.type != "cpu":
+        if is_foreign(self._device):
             torch.accelerator.synchronize(self._device)
 
 

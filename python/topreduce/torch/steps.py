@@ -13,17 +13,19 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 
-from topreduce import CommError, DriftError, WireError
+from topreduce import CommError, DriftError, Reducer, WireError
+from topreduce._core import Handover
 from topreduce.torch.averager import Averager, Stats
 from topreduce.torch.clock import StepClock
 from topreduce.torch.lane import Lane
 from topreduce.torch.process_group import GroupCommunicator
 from topreduce.torch.surroundings import Participation, Surroundings
+from topreduce.torch.taker import Batch
 from topreduce.torch.verifying import Verifier
 
 _HISTORY = 1000
@@ -45,9 +47,15 @@ class Step:
         self.loss_scale: Callable[[], float] = lambda: 0.0  # not known
         self.participation = Participation()
         self.fingerprint: Callable[[int], int | None] = lambda step: None  # of the parameters
+        self.gradients: Handover | None = None  # for those that need no Python on their way
         self.last_handed_over = 0.0  # when backward began to wait
         self.computed = self.waited = 0.0  # seconds until then, and from then on
         self.over = threading.Event()
+
+    def let_go(self) -> None:
+        """No gradients are needed any more."""
+        if self.gradients is not None:
+            self.gradients.close()
 
 
 class _Tasks:
@@ -57,6 +65,7 @@ class _Tasks:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._comm = comm
         self.attends = False  # the worker, to what is under way, where only `wake` reaches it
+        self.gradients: Handover | None = None  # of the open step
 
     def put(self, task: Callable[[], None] | None) -> None:
         """None: come to an end."""
@@ -64,12 +73,28 @@ class _Tasks:
         if self.attends:
             self._comm.wake()
 
+    def look(self) -> None:
+        """Gradients were put into `gradients`."""
+        if self.attends:
+            self._comm.wake()
+        else:
+            self._queue.put(_look)
+
     def next(self) -> Callable[[], None] | None:
         return self._queue.get()
 
     @property
     def empty(self) -> bool:
         return self._queue.empty()
+
+    @property
+    def brought(self) -> bool:
+        """Whether there are gradients that the worker did not take."""
+        return self.gradients is not None and not self.gradients.empty
+
+
+def _look() -> None:
+    """The worker attends after each task, and then takes gradients."""
 
 
 class Receiver(Protocol):
@@ -102,6 +127,7 @@ class Steps:
         self.history: deque[dict[str, Any]] = deque(maxlen=_HISTORY)
         self._warned = False  # that waiting cannot be helped
         self._reducer = reducer
+        self._flat = reducer if isinstance(reducer, Reducer) else None
         self._comm = comm
         self.surroundings = surroundings
         self.verifier = verifier
@@ -123,6 +149,8 @@ class Steps:
     def open(self) -> Step:
         """A step begins; one that user code cut short is forgotten. Never raises."""
         step = self._step = Step(self.broken)
+        if self._flat is not None:
+            step.gradients = self._tasks.gradients = Handover()
         step.in_backward = is_in_backward()
         step.participation = self.surroundings.participation(in_backward=step.in_backward)
         try:
@@ -138,6 +166,25 @@ class Steps:
         """The worker does it, unless the step has failed; if it raises, the step has."""
         step.last_handed_over = time.perf_counter()
         self._tasks.put(lambda: self._advance(step, task))
+
+    def bring(self, step: Step, batch: Batch, lent: Collection[int] = ()) -> bool:
+        """Hands over gradients that lie in main memory as the core wants them, without Python on
+        the worker's side. False, and nothing is done: they need a task. `lent`: parameters whose
+        gradients nobody else needs.
+        """
+        if step.gradients is None or not step.begun or step.error is not None:
+            return False
+        if any(gradient.dtype is not torch.float32 for _, gradient in batch):
+            return False
+        step.last_handed_over = time.perf_counter()
+        for ours in (True, False):
+            part = [each for each in batch if (each[0] in lent) is ours]
+            if part:
+                numbers = [number for number, _ in part]
+                addresses = [gradient.data_ptr() for _, gradient in part]
+                step.gradients.put(numbers, addresses, ours, part)
+        self._tasks.look()
+        return True
 
     def close(self, step: Step, receiver: Receiver) -> None:
         """All gradients were handed over."""
@@ -163,6 +210,7 @@ class Steps:
 
             def drop() -> None:
                 self._reducer.abandon()
+                step.let_go()
                 step.over.set()
 
             self._tasks.put(drop)
@@ -219,6 +267,8 @@ class Steps:
             if not step.begun:
                 step.level = self._reducer.level
                 self._begin(step.loss_scale())
+                if self._flat is not None and step.gradients is not None:
+                    self._flat.take_from(step.gradients)
                 step.begun = True
                 if step.participation != Participation():
                     self._reducer.participate(**vars(step.participation))
@@ -226,6 +276,7 @@ class Steps:
             task()
         except Exception as error:
             self._reducer.abandon()
+            step.let_go()
             # A caller's mistake found before anything was sent leaves the peers in step, and so
             # does what all ranks have found.
             in_step = self._comm.all_hear and (self._comm.in_step or not step.begun)
@@ -234,6 +285,7 @@ class Steps:
 
     def _close(self, step: Step, receiver: Receiver) -> None:
         self._advance(step, lambda: self._finish(step, receiver))
+        step.let_go()
         step.over.set()
         receiver.complete(step.error)
 
@@ -331,6 +383,9 @@ def _run(tasks: _Tasks, owner: "weakref.ref[Steps]") -> None:
         tasks.attends = busy
         if not busy or not tasks.empty:
             tasks.attends = False
+            if tasks.empty and tasks.brought:  # just before, so that nobody will say it again
+                busy = True
+                continue
             task = tasks.next()
             if task is None:
                 return

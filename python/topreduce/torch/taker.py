@@ -146,19 +146,21 @@ class Taker:
             return self._object(number)
         if wanted == _NOT_SURE or calls < wanted:
             return
-        if parameter.grad is None:
+        found = parameter.grad
+        if found is None:
             return
-        gradient = self._local(parameter.grad)
+        gradient = self._local(found)
         if not self._is_fit(number, parameter, gradient):
             return
-        if not gradient._is_view():  # else it has its version in common with the whole bucket
+        is_view = gradient._is_view()
+        if not is_view:  # else it has its version in common with the whole bucket
             self._seen[number] = gradient, gradient._version
         self.order.pop(number, None)
         self.order[number] = None
         if calls == wanted and self._takes:
             self._taken.add(number)
             self._batch.append((number, gradient))
-            if number in self._may_keep and not gradient._is_view():
+            if number in self._may_keep and not is_view:
                 parameter.grad = None
                 self.kept.add(number)
             bucket = self._bucket_of[number]
