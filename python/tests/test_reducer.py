@@ -1,6 +1,7 @@
 """The Python face of a step: in place or not at all, and every mistake has its words."""
 
 import json
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from transport import alone
 
 import topreduce
 from topreduce import Communicator, Layout, Reducer, run_ranks
+from topreduce._core import Handover
 
 LAYOUT = Layout([("weight", (4, 5)), ("bias", (5,)), ("scale", ())])
 SIZE = 26
@@ -129,6 +131,72 @@ def test_wrong_gradients_in_add_many(gradients: Any, words: str) -> None:
     with pytest.raises(ValueError, match="no step is open"):
         reducer.finish()
     assert snapshot(reducer) == before
+
+
+def test_another_thread_brings_gradients() -> None:
+    """While the worker attends, and afterwards; what kept their memory is let go of at the end."""
+
+    def body(comm: Communicator) -> tuple[Floats, Floats, int]:
+        whole = gradient(comm.rank)
+        expected, _ = run_step(Reducer(LAYOUT, "topk", density=0.2), comm, whole, [EVERYTHING])
+        reducer = Reducer(LAYOUT, "topk", density=0.2, bucket_cap_mb=0)
+        first, last = [part.copy() for part in np.split(whole, [20])]
+        mean = np.zeros(6, np.float32)
+        handover, kept = Handover(), [Kept()]
+        gone = weakref.ref(kept[0])
+
+        def bring() -> None:
+            handover.put([0], [first.ctypes.data], False, kept[0])
+            places = [last.ctypes.data, last[5:].ctypes.data]
+            handover.put([1, 2], places, True, kept[0])
+
+        reducer.begin(comm)
+        reducer.take_from(handover)
+        reducer.attend()
+        computing = threading.Thread(target=bring)
+        computing.start()
+        while handover.empty:
+            reducer.attend()
+        computing.join()
+        kept.clear()
+        reducer.deliver_to([1, 2], mean)
+        assert handover.empty
+        reducer.finish()
+        assert gone() is not None
+        handover.close()
+        handover.put([0], [0], False, first)
+        assert gone() is None and handover.empty
+        return np.concatenate([first, mean]), expected, comm.rank
+
+    for mean, expected, _ in run_ranks(2, body):
+        assert mean.tolist() == expected.tolist()
+
+
+class Kept:
+    """Anything that can be referred to weakly."""
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [([0, 0], "'weight' was added twice"), ([3], "there is no parameter 3")],
+)
+@pytest.mark.parametrize("call", [Reducer.attend, Reducer.finish])
+def test_wrong_gradients_that_are_brought(
+    parameters: list[int], words: str, call: Callable[[Reducer], object]
+) -> None:
+    reducer = used_reducer()
+    before, array = snapshot(reducer), gradient(size=20)
+    handover = Handover()
+    reducer.begin(alone())
+    reducer.take_from(handover)
+    handover.put(parameters, [array.ctypes.data] * len(parameters), False, array)
+    with pytest.raises(ValueError, match=words):
+        call(reducer)
+    with pytest.raises(ValueError, match="no step is open"):
+        reducer.finish()
+    assert snapshot(reducer) == before
+    with pytest.raises(ValueError, match="one address for each parameter"):
+        handover.put([0], [], False, array)
 
 
 def test_wrong_moves() -> None:

@@ -127,6 +127,30 @@ def test_exchanges_start_before_a_bucket_is_full(dtype: torch.dtype, views: bool
     group(2).run(overlap, dtype, {"gradient_as_bucket_view": views})
 
 
+def go_without_tasks(rank: Rank, dtype: torch.dtype) -> int:
+    run = Run(rank, dtype=dtype)
+    sync = attach_at_once(run.ddp, **TOPK)
+    run.train(range(2))
+    steps, tasks = sync._steps, []
+    hand_over = steps.hand_over
+
+    def count(step: Any, task: Callable[[], None]) -> None:
+        tasks.append(task)
+        time.sleep(0.05)  # until the worker has begun the step
+        hand_over(step, task)
+        time.sleep(0.05)
+
+    steps.hand_over = count  # type: ignore[method-assign]
+    run.train(range(2, 3))
+    return len(tasks)
+
+
+def test_gradients_in_fp32_need_no_python_of_the_worker() -> None:
+    """But the first ones of a step, which begin it, and the hook of DDP's bucket."""
+    assert group(2).run(go_without_tasks, torch.float32) == [2, 2]
+    assert min(group(2).run(go_without_tasks, torch.bfloat16)) > 8
+
+
 class Backwards(Stack):
     def forward(self, x: Tensor) -> Tensor:
         for layer in reversed(self.layers):
