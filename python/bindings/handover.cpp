@@ -43,9 +43,10 @@ void Handover::close() {
 }
 
 void bind_handover(nb::module_& module) {
-  nb::class_<Handover>(module, "Handover",
-                       "Gradients of one step, on their way to the thread that exchanges them; see\n"
-                       "Reducer.take_from.")
+  nb::class_<Handover>(
+      module, "Handover",
+      "Gradients of one step, on their way to the thread that exchanges them; see\n"
+      "Reducer.take_from.")
       .def(nb::init<>())
       .def("put", &Handover::put, "parameters"_a, "addresses"_a, "lent"_a, "keeps"_a,
            nb::sig("def put(self, parameters: list[int], addresses: list[int], lent: bool, keeps: "

@@ -48,9 +48,10 @@ constexpr double kOfTheRoom = 0.95;
 // All that it costs, by waiting and by work on cores that compute, times what may be waited; and
 // what is left of that for the bytes, where other work takes most of it.
 constexpr double kInAll = 1.4, kForBytes = 1;
-constexpr double kGuess = 1, kGuessWithin = 0.4, kMostSlowdown = 6;  // seconds, by those of work
-constexpr double kLeastScatter = 0.003;                              // of the computing
-constexpr double kDeviations = 1.5;  // a standard deviation, times the median deviation
+// Seconds that one of work adds. Early steps are worth most: while little is known, it counts less.
+constexpr double kGuess = 2, kGuessInRamp = 1, kGuessWithin = 0.4, kMostSlowdown = 6;
+constexpr double kLeastScatter = 0.003;  // of the computing
+constexpr double kDeviations = 1.5;      // a standard deviation, times the median deviation
 constexpr std::size_t kMostVisits = 32;
 constexpr double kAsPredicted = 0.9;   // bytes
 constexpr double kStillRising = 1.08;  // bytes, from one look to the next
@@ -95,6 +96,7 @@ void DensityController::note(std::uint64_t step, const Level& used, const Measur
   if (early) state_ = State::ramp;
   if (!early && state_ == State::ramp) {  // what was seen on the way still holds
     state_ = State::search;
+    if (visits_.size() >= 2) learn_processor();
     sort_out();
   }
   if (step < (early ? 1 : kFirstSteps) || used != level() || !taken.known()) return;
@@ -177,7 +179,8 @@ void DensityController::learn_processor() {
     squares += more * more;
   }
   const double doubt = scatter * scatter / (kGuessWithin * kGuessWithin);
-  slowdown_ = std::clamp((products + doubt * kGuess) / (squares + doubt), 0.0, kMostSlowdown);
+  const double guess = state_ == State::ramp ? kGuessInRamp : kGuess;
+  slowdown_ = std::clamp((products + doubt * guess) / (squares + doubt), 0.0, kMostSlowdown);
 }
 
 // What is known of the rungs, by what is known of the processor now.
