@@ -53,6 +53,8 @@ void bind_handover(nb::module_& module) {
                    "object) -> None"),
            "Gradients of these parameters lie at these addresses, in fp32 and in one piece, as "
            "long as\n`keeps` is there. `lent`: nobody else needs their memory (`add_many`).")
+      .def("interrupt", &Handover::interrupt,
+           "Before `wake`: there is other work, so `attend` is to end.")
       .def("close", &Handover::close, "Let go of them, and drop what is put from now on.")
       .def_prop_ro("empty", &Handover::empty, "Whether all that was put has been taken.");
 }

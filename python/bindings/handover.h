@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <mutex>
 #include <vector>
@@ -24,6 +25,11 @@ class Handover {
   bool take(std::vector<Gradient>& gradients);
   bool empty();
 
+  /// Has whoever takes them look for other work too.
+  void interrupt() { interrupted_ = true; }
+  /// Since this was last asked.
+  bool was_interrupted() { return interrupted_.exchange(false); }
+
   /// Nothing is kept from here on, and what is put is dropped. With Python's lock.
   void close();
 
@@ -32,6 +38,7 @@ class Handover {
   std::vector<Gradient> waiting_;
   std::vector<nanobind::object> kept_;
   bool closed_ = false;
+  std::atomic<bool> interrupted_ = false;
 };
 
 void bind_handover(nanobind::module_& module);

@@ -323,7 +323,8 @@ struct Owner {
         const auto left = std::chrono::duration_cast<Clock::duration>(looked + pace - Clock::now());
         const bool woken = (left > Clock::duration::zero() && wait_for_wake(comm, left)) ||
                            (!brought && wait_for_news(comm, kPatience));
-        if (woken && !take_in()) return true;  // there is something else to do
+        // One wake may stand for gradients and for something else to do.
+        if (woken && (!take_in() || handover->was_interrupted())) return true;
         if (woken) continue;
         const bool busy = reducer.progress();
         looked = Clock::now();

@@ -71,6 +71,8 @@ class _Tasks:
         """None: come to an end."""
         self._queue.put(task)
         if self.attends:
+            if self.gradients is not None:
+                self.gradients.interrupt()
             self._comm.wake()
 
     def look(self) -> None:
