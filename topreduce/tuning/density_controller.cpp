@@ -49,7 +49,11 @@ constexpr double kOfTheRoom = 0.95;
 // what is left of that for the bytes, where other work takes most of it.
 constexpr double kInAll = 1.4, kForBytes = 1;
 // Seconds that one of work adds. Early steps are worth most: while little is known, it counts less.
-constexpr double kGuess = 2, kGuessInRamp = 1, kGuessWithin = 0.4, kMostSlowdown = 6;
+struct Guess {
+  double slowdown, within;
+};
+constexpr Guess kGuess{2, 0.25}, kGuessInRamp{1, 0.4};
+constexpr double kMostSlowdown = 6;
 constexpr double kLeastScatter = 0.003;  // of the computing
 constexpr double kDeviations = 1.5;      // a standard deviation, times the median deviation
 constexpr std::size_t kMostVisits = 32;
@@ -178,9 +182,10 @@ void DensityController::learn_processor() {
     products += more * (visit.taken.computed - computed);
     squares += more * more;
   }
-  const double doubt = scatter * scatter / (kGuessWithin * kGuessWithin);
-  const double guess = state_ == State::ramp ? kGuessInRamp : kGuess;
-  slowdown_ = std::clamp((products + doubt * guess) / (squares + doubt), 0.0, kMostSlowdown);
+  const Guess& guess = state_ == State::ramp ? kGuessInRamp : kGuess;
+  const double doubt = scatter * scatter / (guess.within * guess.within);
+  const double slope = (products + doubt * guess.slowdown) / (squares + doubt);
+  slowdown_ = std::clamp(slope, 0.0, kMostSlowdown);
 }
 
 // What is known of the rungs, by what is known of the processor now.
