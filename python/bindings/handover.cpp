@@ -8,15 +8,16 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 void Handover::put(const std::vector<std::size_t>& parameters,
-                   const std::vector<std::size_t>& addresses, bool lent, nb::object keeps) {
-  if (parameters.size() != addresses.size()) {
-    throw nb::value_error("put: give one address for each parameter");
+                   const std::vector<std::size_t>& addresses, const std::vector<std::size_t>& sizes,
+                   bool lent, nb::object keeps) {
+  if (parameters.size() != addresses.size() || parameters.size() != sizes.size()) {
+    throw nb::value_error("put: give one address and one size for each parameter");
   }
   if (closed_) return;
   kept_.push_back(std::move(keeps));
   const std::lock_guard lock(mutex_);
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    waiting_.push_back({parameters[i], reinterpret_cast<float*>(addresses[i]), lent});
+    waiting_.push_back({parameters[i], {reinterpret_cast<float*>(addresses[i]), sizes[i]}, lent});
   }
 }
 
@@ -48,11 +49,12 @@ void bind_handover(nb::module_& module) {
       "Gradients of one step, on their way to the thread that exchanges them; see\n"
       "Reducer.take_from.")
       .def(nb::init<>())
-      .def("put", &Handover::put, "parameters"_a, "addresses"_a, "lent"_a, "keeps"_a,
-           nb::sig("def put(self, parameters: list[int], addresses: list[int], lent: bool, keeps: "
-                   "object) -> None"),
-           "Gradients of these parameters lie at these addresses, in fp32 and in one piece, as "
-           "long as\n`keeps` is there. `lent`: nobody else needs their memory (`add_many`).")
+      .def("put", &Handover::put, "parameters"_a, "addresses"_a, "sizes"_a, "lent"_a, "keeps"_a,
+           nb::sig("def put(self, parameters: list[int], addresses: list[int], sizes: list[int], "
+                   "lent: bool, keeps: object) -> None"),
+           "Gradients of these parameters lie at these addresses, with so many entries in fp32 and "
+           "in one\npiece, as long as `keeps` is there. `lent`: nobody else needs their memory "
+           "(`add_many`).")
       .def("interrupt", &Handover::interrupt,
            "Before `wake`: there is other work, so `attend` is to end.")
       .def("close", &Handover::close, "Let go of them, and drop what is put from now on.")

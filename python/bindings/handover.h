@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstddef>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include <nanobind/nanobind.h>
@@ -13,13 +14,13 @@ class Handover {
  public:
   struct Gradient {
     std::size_t parameter;
-    float* entries;  ///< as many as the parameter has
+    std::span<float> entries;
     bool lent;
   };
 
   /// `keeps`: what keeps their memory. With Python's lock.
   void put(const std::vector<std::size_t>& parameters, const std::vector<std::size_t>& addresses,
-           bool lent, nanobind::object keeps);
+           const std::vector<std::size_t>& sizes, bool lent, nanobind::object keeps);
 
   /// Moves to `gradients` what was put since, in that order; false if nothing was.
   bool take(std::vector<Gradient>& gradients);

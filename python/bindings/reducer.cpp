@@ -207,13 +207,11 @@ struct Owner {
   // What was put there since; whether anything was.
   bool take_in() {
     if (handover == nullptr || !handover->take(coming)) return false;
-    const Layout& layout = reducer.layout();
     for (const auto& [parameter, entries, lent] : coming) {
-      const std::size_t size = parameter < layout.count() ? layout[parameter].size : 0;
       if (lent) {
-        reducer.lend({&parameter, 1}, {entries, size});
+        reducer.lend({&parameter, 1}, entries);
       } else {
-        reducer.add({&parameter, 1}, {entries, size});
+        reducer.add({&parameter, 1}, entries);
       }
     }
     brought = true;
@@ -224,8 +222,11 @@ struct Owner {
     try {
       const std::vector<std::size_t> parameters = parameter_numbers("relocate", numbers);
       const std::span<float> floats = writable_floats("relocate", gradient);
-      take_in();
-      reducer.relocate(parameters, floats);
+      {
+        const nb::gil_scoped_release release;
+        take_in();
+        reducer.relocate(parameters, floats);
+      }
       hold(parameters, gradient);  // and no longer what was there before
     } catch (...) {
       abandon(current_words());
@@ -340,6 +341,7 @@ struct Owner {
 
   StepStats finish() {
     try {
+      const nb::gil_scoped_release release;
       take_in();
     } catch (...) {
       abandon(current_words());

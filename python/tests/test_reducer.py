@@ -146,9 +146,9 @@ def test_another_thread_brings_gradients() -> None:
         gone = weakref.ref(kept[0])
 
         def bring() -> None:
-            handover.put([0], [first.ctypes.data], False, kept[0])
+            handover.put([0], [first.ctypes.data], [20], False, kept[0])
             places = [last.ctypes.data, last[5:].ctypes.data]
-            handover.put([1, 2], places, True, kept[0])
+            handover.put([1, 2], places, [5, 1], True, kept[0])
 
         reducer.begin(comm)
         reducer.take_from(handover)
@@ -164,7 +164,7 @@ def test_another_thread_brings_gradients() -> None:
         reducer.finish()
         assert gone() is not None
         handover.close()
-        handover.put([0], [0], False, first)
+        handover.put([0], [0], [20], False, first)
         assert gone() is None and handover.empty
         return np.concatenate([first, mean]), expected, comm.rank
 
@@ -177,26 +177,31 @@ class Kept:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "words"),
-    [([0, 0], "'weight' was added twice"), ([3], "there is no parameter 3")],
+    ("parameters", "size", "words"),
+    [
+        ([0, 0], 20, "'weight' was added twice"),
+        ([3], 20, "there is no parameter 3"),
+        ([0], 19, "has 19 entries, its parameters have 20"),
+    ],
 )
 @pytest.mark.parametrize("call", [Reducer.attend, Reducer.finish])
 def test_wrong_gradients_that_are_brought(
-    parameters: list[int], words: str, call: Callable[[Reducer], object]
+    parameters: list[int], size: int, words: str, call: Callable[[Reducer], object]
 ) -> None:
     reducer = used_reducer()
     before, array = snapshot(reducer), gradient(size=20)
     handover = Handover()
     reducer.begin(alone())
     reducer.take_from(handover)
-    handover.put(parameters, [array.ctypes.data] * len(parameters), False, array)
+    count = len(parameters)
+    handover.put(parameters, [array.ctypes.data] * count, [size] * count, False, array)
     with pytest.raises(ValueError, match=words):
         call(reducer)
     with pytest.raises(ValueError, match="no step is open"):
         reducer.finish()
     assert snapshot(reducer) == before
-    with pytest.raises(ValueError, match="one address for each parameter"):
-        handover.put([0], [], False, array)
+    with pytest.raises(ValueError, match="one address and one size for each parameter"):
+        handover.put([0], [], [], False, array)
 
 
 def test_wrong_moves() -> None:

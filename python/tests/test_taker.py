@@ -468,3 +468,74 @@ def hold_nobody_up(rank: Rank) -> None:
 
 def test_a_parameter_that_is_late_holds_up_its_own_bucket() -> None:
     group(2).run(hold_nobody_up)
+
+
+# ---- gradients that are not what they seem -------------------------------------------------------
+
+
+class Signs(nn.Module):
+    """Autograd leaves a gradient whose sign is still to be turned: its memory has the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.turned = nn.Parameter(torch.full((1,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.complex(torch.ones(1), self.turned).conj() * torch.tensor([1 + 3j])
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return turned.real.sum() + x.sum()
+
+
+def take_a_turned_sign(rank: Rank) -> None:
+    alone = Signs()
+    alone(torch.ones(2, 8)).backward()
+    assert alone.turned.grad is not None and alone.turned.grad.is_neg()
+    ddp = DistributedDataParallel(Signs())
+    attach_at_once(ddp, "topk", density=1, granularity="bucket", bucket_cap_mb=0)
+    for _ in range(4):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 8)).backward()
+        assert ddp.module.turned.grad.item() == alone.turned.grad.item()
+
+
+def test_a_gradient_whose_sign_is_to_be_turned() -> None:
+    group(2).run(take_a_turned_sign)
+
+
+class Mixed(Stack):
+    """Two types of parameters: DDP has a bucket for each, also in its first pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].to(torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x.double())).float()
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return x.sum()
+
+
+def step_a_static_graph(rank: Rank, static: bool) -> None:
+    ddp = DistributedDataParallel(Mixed(), static_graph=static)
+    sync = attach_at_once(ddp, "topk", density=1, values="fp32", granularity="bucket")
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(data(rank.rank, step)).backward()
+        alone = [Mixed() for _ in range(2)]
+        for other, model in enumerate(alone):
+            model.load_state_dict(ddp.module.state_dict())
+            model(data(other, step)).backward()
+        for mean, *parts in zip(
+            *(model.parameters() for model in (ddp.module, *alone)), strict=True
+        ):
+            expected = (parts[0].grad + parts[1].grad) / 2
+            torch.testing.assert_close(mean.grad, expected, check_dtype=False)
+    assert sync.stats()["step"] == 2
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_static_graphs_with_several_buckets_in_the_first_pass(static: bool) -> None:
+    group(2).run(step_a_static_graph, static)

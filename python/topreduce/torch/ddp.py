@@ -193,11 +193,14 @@ class DDPAdapter:
         """DDP's hook. Never raises inside backward(): that would break DDP's next step."""
         contents = self._contents_of(bucket)
         full = _Bucket(bucket, contents, self._lane(bucket.buffer().device))
-        stale = self._pass is not None and (self._pass.buckets or not is_in_backward())
-        if full.is_first and stale:
-            self._pass = None
+        if full.is_first and self._pass is not None:  # with static_graph the first pass has several
+            again = any(each.contents is contents for each in self._pass.buckets)
+            if again or not is_in_backward():
+                self._pass = None
         current = self._open()
         current.buckets.append(full)
+        come = sum(len(each.contents.parameters) for each in current.buckets)
+        full.is_last = full.is_last or come >= len(self._parameters)
         step = current.step
         if step.in_backward and self._may_be_unused:
             used = self._taker.used

@@ -184,7 +184,8 @@ class Steps:
             if part:
                 numbers = [number for number, _ in part]
                 addresses = [gradient.data_ptr() for _, gradient in part]
-                step.gradients.put(numbers, addresses, ours, part)
+                sizes = [gradient.numel() for _, gradient in part]
+                step.gradients.put(numbers, addresses, sizes, ours, part)
         self._tasks.look()
         return True
 

@@ -7,7 +7,8 @@ pass, and the gradient is taken at the last call. Where that is not sure to be a
 
 - a parameter that was called another number of times in another pass, or changed after it;
 - one with further post-accumulate hooks, which may change the gradient;
-- gradients on an accelerator, and those that do not lie in memory as their parameter does.
+- gradients on an accelerator, and those that do not lie in memory as their parameter does, or
+  whose sign torch has yet to turn.
 """
 
 import contextlib
@@ -172,7 +173,7 @@ class Taker:
         hooks = parameter._post_accumulate_grad_hooks
         if len(hooks) > 1 and any(type(hook) is not TakerHook for hook in hooks.values()):
             return False
-        if not gradient.is_cpu or gradient.layout is not torch.strided:
+        if not gradient.is_cpu or gradient.layout is not torch.strided or gradient.is_neg():
             return False
         return gradient.stride() == self._strides[number] or (
             self._plain[number] and gradient.is_contiguous()
