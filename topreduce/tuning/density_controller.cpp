@@ -49,11 +49,7 @@ constexpr double kOfTheRoom = 0.95;
 // what is left of that for the bytes, where other work takes most of it.
 constexpr double kInAll = 1.4, kForBytes = 1;
 // Seconds that one of work adds. Early steps are worth most: while little is known, it counts less.
-struct Guess {
-  double slowdown, within;
-};
-constexpr Guess kGuess{2, 0.25}, kGuessInRamp{1, 0.4};
-constexpr double kMostSlowdown = 6;
+constexpr double kGuess = 1.5, kGuessInRamp = 1, kGuessWithin = 0.4, kMostSlowdown = 6;
 constexpr double kLeastScatter = 0.003;  // of the computing
 constexpr double kDeviations = 1.5;      // a standard deviation, times the median deviation
 constexpr std::size_t kMostVisits = 32;
@@ -100,7 +96,6 @@ void DensityController::note(std::uint64_t step, const Level& used, const Measur
   if (early) state_ = State::ramp;
   if (!early && state_ == State::ramp) {  // what was seen on the way still holds
     state_ = State::search;
-    if (visits_.size() >= 2) learn_processor();
     sort_out();
   }
   if (step < (early ? 1 : kFirstSteps) || used != level() || !taken.known()) return;
@@ -182,9 +177,9 @@ void DensityController::learn_processor() {
     products += more * (visit.taken.computed - computed);
     squares += more * more;
   }
-  const Guess& guess = state_ == State::ramp ? kGuessInRamp : kGuess;
-  const double doubt = scatter * scatter / (guess.within * guess.within);
-  const double slope = (products + doubt * guess.slowdown) / (squares + doubt);
+  const double guess = state_ == State::ramp ? kGuessInRamp : kGuess;
+  const double doubt = scatter * scatter / (kGuessWithin * kGuessWithin);
+  const double slope = (products + doubt * guess) / (squares + doubt);
   slowdown_ = std::clamp(slope, 0.0, kMostSlowdown);
 }
 

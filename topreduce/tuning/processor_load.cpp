@@ -15,7 +15,7 @@ constexpr std::size_t kIdle = 3, kDisk = 4;        // columns: idle, and idle un
 constexpr std::size_t kColumns = 8;                // further ones are parts of others
 constexpr std::chrono::milliseconds kWindow{400};  // ticks are 10 ms, so less would tell little
 
-// Where all are busy. Four ranks on two cores lose twice that by a second of work.
+// Where all are busy. Four ranks on two cores lose up to twice that by a second of work.
 constexpr double kWhereAllAreBusy = 1.5;
 // Where a fifth is busy it is 0.2 s: ranks work at the same time, and so meet.
 constexpr double kSteepness = 1.25;
