@@ -419,11 +419,11 @@ TEST(DensityController, GoesDownWhereWorkGrows) {
 
 // As four ranks on two cores are: every number scatters.
 TEST(DensityController, HoldsStillWhereTimesScatter) {
-  const Hosts hosts{.noise = 0.05, .work = 9e-3, .work_per_byte = 8e-9, .slowdown = 2, .seen = 0.1};
+  const Hosts hosts{
+      .noise = 0.05, .work = 9e-3, .work_per_byte = 8e-9, .slowdown = 0.8, .seen = 0.1};
   Hosts quiet = hosts;
   quiet.noise = 0;
   constexpr unsigned kSeeds = 20;
-  const double least = quiet.cost(ladder()[0].bytes);
   double mean = 0;
   for (unsigned seed = 1; seed <= kSeeds; ++seed) {
     SCOPED_TRACE(seed);
@@ -432,12 +432,12 @@ TEST(DensityController, HoldsStillWhereTimesScatter) {
     std::vector<std::size_t> last(run.visited.end() - 100, run.visited.end());
     std::ranges::sort(last);
     const double cost = quiet.cost(run.rungs[last[50]].bytes);
-    EXPECT_LE(cost, least + 0.07);
-    EXPECT_GE(cost, least + 0.025) << "no less than need be";
+    EXPECT_LE(cost, 0.1) << "a lowest density costs 0.03";
+    EXPECT_GE(cost, 0.055) << "no less than need be";
     EXPECT_LE(run.moves(100), 8) << "it tries others now and then";
-    mean += (cost - least) / kSeeds;
+    mean += cost / kSeeds;
   }
-  EXPECT_LE(mean, 0.06);
+  EXPECT_LE(mean, 0.09);
 }
 
 TEST(DensityController, SettlesSoonWhereTimesScatter) {
