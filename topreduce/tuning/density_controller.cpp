@@ -46,10 +46,12 @@ constexpr double kLeastByProcessor = 0.25, kLeastFromHold = 0.5, kMostFromHold =
 constexpr double kOfTheRoom = 0.95;
 
 // All that it costs, by waiting and by work on cores that compute, times what may be waited; and
-// what is left of that for the bytes, where other work takes most of it.
-constexpr double kInAll = 1.4, kForBytes = 1;
+// what is left of that for the bytes, where other work takes most of it. Work does not count with
+// densities up to `kFew`: with less than half a percent models need clearly more steps, and less
+// than that saves little.
+constexpr double kInAll = 1.3, kForBytes = 0.5, kFew = 0.0061;
 // Seconds that one of work adds. Early steps are worth most: while little is known, it counts less.
-constexpr double kGuess = 1.5, kGuessInRamp = 1, kGuessWithin = 0.4, kMostSlowdown = 6;
+constexpr double kGuess = 1.75, kGuessInRamp = 1, kGuessWithin = 0.4, kMostSlowdown = 6;
 constexpr double kLeastScatter = 0.003;  // of the computing
 constexpr double kDeviations = 1.5;      // a standard deviation, times the median deviation
 constexpr std::size_t kMostVisits = 32;
@@ -75,6 +77,9 @@ DensityController::DensityController(std::vector<Rung> ladder, std::size_t start
       rung_(start),
       patience_(kFirstPatience) {
   assert(rung_ < ladder_.size());
+  for (const Rung& rung : ladder_) {
+    if (rung.level.density <= kFew) few_ = rung.bytes;
+  }
   looks_.reserve(kMostLooks);  // a step allocates nothing
   visits_.reserve(kMostVisits);
 }
@@ -123,8 +128,9 @@ double DensityController::allowed(const Measurement& taken) const {
 // What a step takes, as a part of what it may.
 double DensityController::cost(const Measurement& taken) const {
   const double bytes = options_.most_bytes > 0 ? taken.bytes / options_.most_bytes : 0;
-  return std::max({taken.waited / allowed(taken),
-                   (taken.waited + slowed(taken)) / allowed_in_all(taken), bytes});
+  const double in_all = taken.waited + slowed(taken);
+  return std::max({taken.waited / allowed(taken), bytes,
+                   sends_few(taken) ? 0 : in_all / allowed_in_all(taken)});
 }
 
 // Seconds of computing that the work for the bytes adds.
@@ -138,6 +144,21 @@ double DensityController::allowed_in_all(const Measurement& taken) const {
   return floor_ + std::max(kInAll * share - slowdown_ * given_, kForBytes * share);
 }
 
+// Bytes that were sent, times those of the ladder, which is of a smaller model: as the last rungs
+// did, or while there are none, these looks.
+double DensityController::times_foreseen(const Measurement& taken) const {
+  double most = 0;
+  for (const Visit& visit : visits_) {
+    if (ladder_[visit.rung].level.everything()) continue;
+    most = std::max(most, visit.taken.bytes / ladder_[visit.rung].bytes);
+  }
+  return most > 0 ? most : taken.bytes / ladder_[rung_].bytes;
+}
+
+bool DensityController::sends_few(const Measurement& taken) const {
+  return taken.bytes <= few_ * times_foreseen(taken);
+}
+
 // How many times as many bytes the processor allows. Of the waiting, what the exchange took beyond
 // the computing shrinks with them.
 double DensityController::by_processor(const Measurement& taken) const {
@@ -148,7 +169,8 @@ double DensityController::by_processor(const Measurement& taken) const {
   const double left = allowed_in_all(taken) - taken.waited;
   const double hidden = (left + exposed) / slower;
   const double shrinking = kOfTheRoom * (left + taken.exchanging) / (taken.exchanging + slower);
-  return std::clamp(std::min(hidden, shrinking), kLeastByProcessor, kMostUp);
+  const double few = std::min(1.0, few_ * times_foreseen(taken) / taken.bytes);
+  return std::clamp(std::min(hidden, shrinking), std::max(kLeastByProcessor, few), kMostUp);
 }
 
 // How much longer the computing takes with more work beside it: the slope of a line through all
@@ -330,11 +352,7 @@ void DensityController::remember(std::size_t rung, const Measurement& taken) {
 // of a lower rung: this one. What sends everything needs no steps, and tells nothing of the others.
 std::size_t DensityController::rung_sent(const Measurement& taken) const {
   if (level().everything()) return rung_;
-  double usual = 0;
-  for (const Visit& visit : visits_) {
-    if (ladder_[visit.rung].level.everything()) continue;
-    usual = std::max(usual, visit.taken.bytes / ladder_[visit.rung].bytes);
-  }
+  const double usual = times_foreseen(taken);
   if (taken.bytes >= kAsPredicted * usual * ladder_[rung_].bytes) return rung_;
   return std::min(rung_with(taken.bytes / usual), rung_);
 }
@@ -446,7 +464,8 @@ bool DensityController::exceeds(double factor, const Measurement& taken) const {
   const double beside = kBesides * (taken.computed + taken.waited);
   if (options_.most_bytes > 0 && taken.bytes > options_.most_bytes * (1 + overhead_)) return true;
   return taken.waited > factor * allowed(taken) + beside ||
-         taken.waited + slowed(taken) > factor * allowed_in_all(taken) + beside;
+         (!sends_few(taken) &&
+          taken.waited + slowed(taken) > factor * allowed_in_all(taken) + beside);
 }
 
 void DensityController::hold() {

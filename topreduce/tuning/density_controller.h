@@ -75,6 +75,8 @@ class TOPREDUCE_API DensityController {
   void learn_processor();
   void sort_out();
   double slowed(const Measurement& taken) const;
+  double times_foreseen(const Measurement& taken) const;
+  bool sends_few(const Measurement& taken) const;
   double by_processor(const Measurement& taken) const;
   double allowed_in_all(const Measurement& taken) const;
   std::size_t rung_sent(const Measurement& taken) const;
@@ -97,6 +99,7 @@ class TOPREDUCE_API DensityController {
 
   std::vector<Rung> ladder_;
   Options options_;
+  double few_ = 0;   // bytes of the ladder, whose work does not count
   double overhead_;  // that is allowed now
   State state_ = State::search;
   std::size_t rung_;
