@@ -404,6 +404,35 @@ TEST(DensityController, LeavesToBytesWhatOtherWorkDoesNotTake) {
   EXPECT_LE(much.cost(other.rungs[other.rung()].bytes), 0.085);
 }
 
+// Just where work begins to count, and thresholds follow a density slowly.
+TEST(DensityController, HoldsStillWhereWorkBeginsToCount) {
+  const Hosts hosts{.rate = 1000 * kMbit, .work = 9e-3, .work_per_byte = 30e-9, .slowdown = 3};
+  for (const double follows : {1.0, 0.6, 0.3}) {
+    SCOPED_TRACE(follows);
+    Training run;
+    run.follows = follows;
+    run.steps(hosts, 400);
+    EXPECT_LE(run.moves(200), 8);
+  }
+}
+
+// Every step begins to end late, whatever it sends, on shared cores.
+TEST(DensityController, DoesNotFallBelowHalfAPercentForNothing) {
+  for (const double noise : {0.0, 0.05}) {
+    Hosts hosts{
+        .rate = 100 * kMbit, .noise = noise, .work = 9e-3, .work_per_byte = 40e-9, .slowdown = 1.5};
+    for (unsigned seed = 1; seed <= 10; ++seed) {
+      SCOPED_TRACE(seed);
+      Training run({}, seed);
+      run.steps(hosts, 100);
+      Hosts late = hosts;
+      late.end = 0.022;
+      run.steps(late, 600);
+      EXPECT_GE(run.rungs[run.rung()].level.density, 0.003);
+    }
+  }
+}
+
 // What was tried first may have been cheaper than it is later on.
 TEST(DensityController, GoesDownWhereWorkGrows) {
   Hosts hosts{.rate = 1000 * kMbit, .work = 5e-3, .work_per_byte = 5e-9, .slowdown = 1};

@@ -4,6 +4,7 @@
 #include <array>
 #include <cassert>
 #include <cmath>
+#include <limits>
 #include <span>
 #include <sstream>
 #include <utility>
@@ -49,7 +50,8 @@ constexpr double kOfTheRoom = 0.95;
 // what is left of that for the bytes, where other work takes most of it. Work does not count with
 // densities up to `kFew`: with less than half a percent models need clearly more steps, and less
 // than that saves little.
-constexpr double kInAll = 1.3, kForBytes = 0.5, kFew = 0.0061;
+constexpr double kInAll = 1.3, kForBytes = 0.5, kFew = 0.0056;
+constexpr double kAboutAsMany = 1.1;  // bytes, which scatter
 // Seconds that one of work adds. Early steps are worth most: while little is known, it counts less.
 constexpr double kGuess = 1.75, kGuessInRamp = 1, kGuessWithin = 0.4, kMostSlowdown = 6;
 constexpr double kLeastScatter = 0.003;  // of the computing
@@ -130,7 +132,7 @@ double DensityController::cost(const Measurement& taken) const {
   const double bytes = options_.most_bytes > 0 ? taken.bytes / options_.most_bytes : 0;
   const double in_all = taken.waited + slowed(taken);
   return std::max({taken.waited / allowed(taken), bytes,
-                   sends_few(taken) ? 0 : in_all / allowed_in_all(taken)});
+                   taken.bytes <= few_bytes(taken) ? 0 : in_all / allowed_in_all(taken)});
 }
 
 // Seconds of computing that the work for the bytes adds.
@@ -144,19 +146,21 @@ double DensityController::allowed_in_all(const Measurement& taken) const {
   return floor_ + std::max(kInAll * share - slowdown_ * given_, kForBytes * share);
 }
 
-// Bytes that were sent, times those of the ladder, which is of a smaller model: as the last rungs
-// did, or while there are none, these looks.
-double DensityController::times_foreseen(const Measurement& taken) const {
-  double most = 0;
+// Bytes of the highest density whose work does not count: as the rung sends that is nearest to it
+// of those that were seen. `taken`: at this rung, if there are none. Those of the ladder are of a
+// smaller model.
+double DensityController::few_bytes(const Measurement& taken) const {
+  double nearest = std::numeric_limits<double>::max();
+  double times = taken.bytes / ladder_[rung_].bytes;
   for (const Visit& visit : visits_) {
     if (ladder_[visit.rung].level.everything()) continue;
-    most = std::max(most, visit.taken.bytes / ladder_[visit.rung].bytes);
+    const double bytes = ladder_[visit.rung].bytes;
+    const double apart = std::abs(std::log(bytes / few_));
+    if (apart >= nearest) continue;
+    nearest = apart;
+    times = visit.taken.bytes / bytes;
   }
-  return most > 0 ? most : taken.bytes / ladder_[rung_].bytes;
-}
-
-bool DensityController::sends_few(const Measurement& taken) const {
-  return taken.bytes <= few_ * times_foreseen(taken);
+  return kAboutAsMany * few_ * times;
 }
 
 // How many times as many bytes the processor allows. Of the waiting, what the exchange took beyond
@@ -169,7 +173,7 @@ double DensityController::by_processor(const Measurement& taken) const {
   const double left = allowed_in_all(taken) - taken.waited;
   const double hidden = (left + exposed) / slower;
   const double shrinking = kOfTheRoom * (left + taken.exchanging) / (taken.exchanging + slower);
-  const double few = std::min(1.0, few_ * times_foreseen(taken) / taken.bytes);
+  const double few = std::min(kMostUp, few_bytes(taken) / taken.bytes);
   return std::clamp(std::min(hidden, shrinking), std::max(kLeastByProcessor, few), kMostUp);
 }
 
@@ -352,7 +356,11 @@ void DensityController::remember(std::size_t rung, const Measurement& taken) {
 // of a lower rung: this one. What sends everything needs no steps, and tells nothing of the others.
 std::size_t DensityController::rung_sent(const Measurement& taken) const {
   if (level().everything()) return rung_;
-  const double usual = times_foreseen(taken);
+  double usual = 0;
+  for (const Visit& visit : visits_) {
+    if (ladder_[visit.rung].level.everything()) continue;
+    usual = std::max(usual, visit.taken.bytes / ladder_[visit.rung].bytes);
+  }
   if (taken.bytes >= kAsPredicted * usual * ladder_[rung_].bytes) return rung_;
   return std::min(rung_with(taken.bytes / usual), rung_);
 }
@@ -438,6 +446,7 @@ std::size_t DensityController::between() {
 // Seconds that the bytes of a step take, by waiting and by work: what fewer of them could save. By
 // lines from the lowest rung that was seen to others with clearly more bytes.
 double DensityController::taken_by_bytes(const Measurement& taken) const {
+  const double work = taken.bytes > few_bytes(taken) ? slowed(taken) : 0;
   const auto by_bytes = [](const Visit& visit) { return visit.taken.bytes; };
   const Measurement& low = std::ranges::min_element(visits_, {}, by_bytes)->taken;
   std::array<double, kMostVisits> slopes;
@@ -447,9 +456,9 @@ double DensityController::taken_by_bytes(const Measurement& taken) const {
     if (more < kApart || more > kFarApart) continue;
     slopes[count++] = (visit.taken.waited - low.waited) / (visit.taken.bytes - low.bytes);
   }
-  if (count == 0) return taken.waited + slowed(taken);
+  if (count == 0) return taken.waited + work;
   const double slope = std::max(0.0, median(std::span(slopes).first(count)));
-  return std::min(taken.waited, slope * taken.bytes) + slowed(taken);
+  return std::min(taken.waited, slope * taken.bytes) + work;
 }
 
 // Quick enough, or not to be made quicker by fewer bytes.
@@ -464,7 +473,7 @@ bool DensityController::exceeds(double factor, const Measurement& taken) const {
   const double beside = kBesides * (taken.computed + taken.waited);
   if (options_.most_bytes > 0 && taken.bytes > options_.most_bytes * (1 + overhead_)) return true;
   return taken.waited > factor * allowed(taken) + beside ||
-         (!sends_few(taken) &&
+         (taken.bytes > few_bytes(taken) &&
           taken.waited + slowed(taken) > factor * allowed_in_all(taken) + beside);
 }
 

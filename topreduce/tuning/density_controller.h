@@ -75,8 +75,7 @@ class TOPREDUCE_API DensityController {
   void learn_processor();
   void sort_out();
   double slowed(const Measurement& taken) const;
-  double times_foreseen(const Measurement& taken) const;
-  bool sends_few(const Measurement& taken) const;
+  double few_bytes(const Measurement& taken) const;
   double by_processor(const Measurement& taken) const;
   double allowed_in_all(const Measurement& taken) const;
   std::size_t rung_sent(const Measurement& taken) const;
