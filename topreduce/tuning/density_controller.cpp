@@ -52,6 +52,7 @@ constexpr double kOfTheRoom = 0.95;
 // than that saves little.
 constexpr double kInAll = 1.3, kForBytes = 0.5, kFew = 0.0056;
 constexpr double kAboutAsMany = 1.1;  // bytes, which scatter
+constexpr double kNearFew = 0.7;      // the logarithm of 2: rungs that tell of those bytes
 // Seconds that one of work adds. Early steps are worth most: while little is known, it counts less.
 constexpr double kGuess = 1.75, kGuessInRamp = 1, kGuessWithin = 0.4, kMostSlowdown = 6;
 constexpr double kLeastScatter = 0.003;  // of the computing
@@ -147,18 +148,18 @@ double DensityController::allowed_in_all(const Measurement& taken) const {
 }
 
 // Bytes of the highest density whose work does not count: as the rung sends that is nearest to it
-// of those that were seen. `taken`: at this rung, if there are none. Those of the ladder are of a
-// smaller model.
+// of those that were seen, or more if another near one does, as thresholds may still have followed.
+// `taken`: at this rung, if there are none. Those of the ladder are of a smaller model.
 double DensityController::few_bytes(const Measurement& taken) const {
   double nearest = std::numeric_limits<double>::max();
   double times = taken.bytes / ladder_[rung_].bytes;
   for (const Visit& visit : visits_) {
     if (ladder_[visit.rung].level.everything()) continue;
-    const double bytes = ladder_[visit.rung].bytes;
-    const double apart = std::abs(std::log(bytes / few_));
-    if (apart >= nearest) continue;
+    const double bytes = ladder_[visit.rung].bytes, here = visit.taken.bytes / bytes;
+    const double apart = std::max(kNearFew, std::abs(std::log(bytes / few_)));
+    if (apart > nearest) continue;
+    times = apart < nearest ? here : std::max(times, here);
     nearest = apart;
-    times = visit.taken.bytes / bytes;
   }
   return kAboutAsMany * few_ * times;
 }
